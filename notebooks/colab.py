@@ -4,19 +4,22 @@
 Runtimes such as Colab's come with an older jax, and with a plugin for their
 accelerator that fits only that jax. So `prepare` replaces jax and plugin
 together, by the extra of the accelerator: `cuda12`, `cuda13` or `tpu`. Colab
-downloads this file alone, so it imports only Python's standard library.
+downloads this file alone, so it imports the library only where it is installed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import glob
 import importlib.metadata
 import importlib.util
+import io
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from typing import Any
 import urllib.request
 
@@ -25,24 +28,16 @@ _RAW = "https://raw.githubusercontent.com/attnres-jax/attnres-jax/main"
 # The variable that turns controls off, for outputs that are read without a
 # kernel.
 PLAIN = "ATTNRES_NOTEBOOKS_PLAIN"
-# Extra -> the platform that jax then shows, and the plugins of jax that fit.
-EXTRAS = {
-  "": ("cpu", ()),
-  "tpu": ("tpu", ()),
-  "cuda12": ("gpu", ("jax-cuda12-plugin", "jax-cuda12-pjrt")),
-  "cuda13": ("gpu", ("jax-cuda13-plugin", "jax-cuda13-pjrt")),
-}
+# Extra -> the platform that jax then shows.
+EXTRAS = {"": "cpu", "tpu": "tpu", "cuda12": "gpu", "cuda13": "gpu"}
 
 
 def play(draw: Callable[..., Any], /, **controls: Any) -> None:
   """Calls `draw`, and again whenever the reader moves a control.
 
-  Without ipywidgets, it calls `draw` once with the first values.
-
-  Args:
-    draw: draws or prints; takes each control by its name.
-    controls: (first, low, high) of numbers for a slider, a list for a menu
-      that starts with its first item, or a text for a field.
+  A control is (first, low, high) for a slider, a list for a menu that starts
+  with its first item, or a text for a field. Without ipywidgets, `draw` is
+  called once, with the first values.
   """
   if os.environ.get(PLAIN) or not importlib.util.find_spec("ipywidgets"):
     first = lambda c: c if isinstance(c, str) else c[0]
@@ -56,14 +51,43 @@ def play(draw: Callable[..., Any], /, **controls: Any) -> None:
     if isinstance(control, list):
       return ipywidgets.Dropdown(options=control)
     value, low, high = control
-    ends = {"value": value, "min": low, "max": high}
+    ends = {"min": low, "max": high, "continuous_update": False}
     if isinstance(value, float):
-      step = (high - low) / 40
-      return ipywidgets.FloatSlider(**ends, step=step, continuous_update=False)
-    return ipywidgets.IntSlider(**ends, continuous_update=False)
+      return ipywidgets.FloatSlider(value, step=(high - low) / 40, **ends)
+    return ipywidgets.IntSlider(value, **ends)
 
-  made = {name: widget(control) for name, control in controls.items()}
-  ipywidgets.interact(draw, **made)
+  ipywidgets.interact(draw, **{n: widget(c) for n, c in controls.items()})
+
+
+@contextlib.contextmanager
+def figure(width: float, height: float, **labels: Any) -> Iterator[Any]:
+  """Axes to draw on, which then get labels, legend and grid, and are shown."""
+  import matplotlib.pyplot as plt
+
+  from attnres_jax.analysis import figures
+
+  _, axes = plt.subplots(figsize=(width, height), layout="constrained")
+  yield axes
+  axes.set(**labels)
+  if axes.get_legend_handles_labels()[0]:
+    axes.legend(frameon=False)
+  if not axes.images:
+    figures.style(axes)
+  plt.show()
+
+
+def train(config: Any) -> tuple[Any, Any, Any]:
+  """Trains without progress lines; the network, steps and validation losses."""
+  from attnres_jax.train import checkpoint
+  from attnres_jax.train import loop
+  from attnres_jax.train import metrics
+
+  folder = tempfile.mkdtemp(prefix="attnres_")
+  with contextlib.redirect_stdout(io.StringIO()):
+    loop.train_and_evaluate(config, folder)
+  rows = metrics.read_rows(folder, "validation")
+  steps, losses = zip(*((row["step"], row["loss"]) for row in rows))
+  return checkpoint.load_model(folder)[1], steps, losses
 
 
 def fetch(path: str) -> pathlib.Path:
@@ -76,16 +100,16 @@ def fetch(path: str) -> pathlib.Path:
 
 
 def prepare(extras: str = "plots") -> None:
-  """Installs what is missing; raises if jax does not see the accelerator.
+  """Installs what is missing, with these extras and the accelerator's.
 
-  `extras` are the library's, besides the accelerator's. SystemExit asks to
-  restart the session.
+  Raises SystemExit if the session has to be restarted, and RuntimeError if jax
+  does not see the accelerator.
   """
   before = {n: _version(n) for n in ("jax", "numpy") if n in sys.modules}
   extra = find_extra()
   # In a clone, or after this cell has run, nothing changes.
   if not importlib.util.find_spec("attnres_jax"):
-    for command in commands(extra, extras, installed=_version):
+    for command in commands(extra, extras):
       subprocess.run([sys.executable, "-m", "pip", *command], check=True)
     importlib.invalidate_caches()
   for name, old in before.items():
@@ -97,9 +121,9 @@ def prepare(extras: str = "plots") -> None:
   import jax
 
   platforms = [device.platform for device in jax.devices()]
-  if extra and EXTRAS[extra][0] not in platforms:
+  if extra and EXTRAS[extra] not in platforms:
     raise RuntimeError(
-      f"this runtime has a {EXTRAS[extra][0].upper()}, but jax sees only"
+      f"this runtime has a {EXTRAS[extra].upper()}, but jax sees only"
       f' {", ".join(platforms)}. Try: pip install "attnres-jax[{extra}]", then'
       " restart the session"
     )
@@ -128,19 +152,20 @@ def extra_of(text: str) -> str:
   return "cuda13" if newest >= 13 else "cuda12" if newest == 12 else ""
 
 
-def commands(
-  extra: str, extras: str, installed: Callable[[str], str]
-) -> list[list[str]]:
+def commands(extra: str, extras: str) -> list[list[str]]:
   """The arguments of pip, in order: plugins for another jax go first."""
+  others = [
+    f"jax-{other}-{part}"
+    for other in ("cuda12", "cuda13")
+    for part in ("pjrt", "plugin")
+    if other != extra and _version(f"jax-{other}-{part}")
+  ]
   wanted = ",".join(filter(None, [extras, extra]))
   # Upgraded, since the runtime's own plugin may fit no newer jax.
   install = ["install", "--quiet", "--upgrade"]
   install.append(f"attnres-jax[{wanted}] @ git+https://{REPOSITORY}")
-  every = {name for _, names in EXTRAS.values() for name in names}
-  others = sorted(filter(installed, every - {*EXTRAS[extra][1]}))
-  if not others:
-    return [install]
-  return [["uninstall", "--quiet", "--yes", *others], install]
+  first = [["uninstall", "--quiet", "--yes", *others]] if others else []
+  return [*first, install]
 
 
 def _version(name: str) -> str:

@@ -8,21 +8,14 @@
 # text. Two or three minutes on a CPU.
 
 # %%
-import contextlib
-import io
-import tempfile
-
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax import load_config
 from attnres_jax.analysis import edited
-from attnres_jax.analysis import figures
-from attnres_jax.train import checkpoint
-from attnres_jax.train import loop
 from notebooks import colab
 
 # %% [markdown]
@@ -42,13 +35,13 @@ def draw_path(axes, title, upright, attends):
     name = f"$v_{i}$" if upright else f"$x_{i + 1}$"
     axes.annotate(name, place(i), ha="center", va="center",
                   bbox={"boxstyle": "round", "fc": "white"})  # fmt: skip
+    curve = (-0.5 if upright else 0.5) if attends else 0
+    arrow = {"arrowstyle": "->", "connectionstyle": f"arc3,rad={curve}",
+             "shrinkA": 9, "shrinkB": 9}  # fmt: skip
     if i < 5:
-      curve = f"arc3,rad={(-0.5 if upright else 0.5) if attends else 0}"
-      arrow = {"arrowstyle": "->", "connectionstyle": curve, "shrinkA": 9}
-      end = place(5 if attends else i + 1)
-      colour = "#1f77b4" if attends else "#8b929c"
-      axes.annotate("", end, place(i), arrowprops=arrow | {
-        "shrinkB": 9, "color": colour})  # fmt: skip
+      axes.annotate(
+        "", place(5 if attends else i + 1), place(i), arrowprops=arrow
+      )
   span = (-3.2, 3.2), (-0.6, 5.6)
   axes.set(xlim=span[not upright], ylim=span[upright], title=title)
   axes.axis("off")
@@ -70,15 +63,10 @@ plt.show()
 
 # %%
 depth = np.arange(1, 55)
-figure, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
-axes.plot(depth, 1 / depth, color="#8b929c", label="each output, in a sum")
-axes.axhline(1, color="#1f77b4", label="one output, chosen by a softmax")
-axes.set(
-  xlabel="layer", ylabel="largest possible share", ylim=(0, 1.1), xlim=(1, 54)
-)
-axes.legend(frameon=False)
-figures.style(axes)
-plt.show()
+with colab.figure(6, 2.6, xlabel="layer", ylabel="largest share") as axes:
+  axes.plot(depth, 1 / depth, color="#8b929c", label="each output, in a sum")
+  axes.axhline(1, color="#1f77b4", label="one output, chosen by a softmax")
+  axes.set_ylim(0, 1.1)
 
 # %% [markdown]
 # ## A worked example
@@ -131,36 +119,23 @@ def attend(depth, size):
   return steps
 
 
-def add(depth):
-  reads = [embedding]
-  for l in range(depth - 1):
-    reads.append(reads[-1] + layer(l, reads[-1]))
-  return reads
+def draw_weights(weights, title):
+  with colab.figure(6.5, 2.8, title=title, ylabel="weight") as axes:
+    for i, row in enumerate(weights):
+      name = "embedding" if i == 0 else f"layer {i}"
+      axes.bar(words, row, 0.7, weights[:i].sum(axis=0), label=name)
+    axes.set_xlim(-0.5, 5.5)  # Leaves room for the legend.
 
 
-def draw_weights(axes, weights, title):
-  bottom = np.zeros(4)
-  for i, row in enumerate(weights):
-    name = "embedding" if i == 0 else f"layer {i}"
-    axes.bar(words, row, 0.7, bottom, label=name)
-    bottom += row
-  axes.set(title=title, ylabel="weight", ylim=(0, 1))
-  axes.legend(frameon=False, bbox_to_anchor=(1, 1))
-
-
-figure, (left, right) = plt.subplots(
-  1, 2, figsize=(9.5, 3), layout="constrained"
-)
-length = lambda reads: [np.linalg.norm(h, axis=1).mean() for h in reads]
-left.plot(range(1, 7), length(add(6)), "o-", color="#8b929c", label="sum")
-for size, name in ((1, "Full"), (3, "Block, size 3")):
-  reads = [read for read, *_ in attend(6, size)]
-  left.plot(range(1, 7), length(reads), "o-", label=name)
-left.set(xlabel="layer", ylabel="mean length of its read", ylim=0)
-left.legend(frameon=False)
-figures.style(left)
-draw_weights(right, attend(6, 1)[3][1], "Full: what layer 4 reads")
-plt.show()
+summed = [embedding]
+for l in range(5):
+  summed.append(summed[-1] + layer(l, summed[-1]))
+full, block = ([read for read, *_ in attend(6, size)] for size in (1, 3))
+with colab.figure(6, 2.6, xlabel="layer", ylabel="length of its read") as axes:
+  for name, reads in (("sum", summed), ("Full", full), ("Block of 3", block)):
+    lengths = np.linalg.norm(reads, axis=-1).mean(axis=-1)
+    axes.plot(range(1, 7), lengths, "o-", label=name)
+draw_weights(attend(6, 1)[3][1], "Full: what layer 4 reads")
 
 # %% [markdown]
 # A sum tends to grow with depth. A read of Full AttnRes is a weighted mean, so
@@ -171,19 +146,22 @@ plt.show()
 # A published explanation uses this example. Its softmax of 0.2, 0.8, 1.5 and 0.6
 # is 0.08, 0.15, 0.55 and 0.22. A softmax gives:
 
+
 # %%
+def draw_pairs(names, first, second, ticks, title=""):
+  with colab.figure(6.5, 2.6, title=title) as axes:
+    for shift, values, name in zip((-0.2, 0.2), (first, second), names):
+      bars = axes.bar(np.arange(len(ticks)) + shift, values, 0.38, label=name)
+      axes.bar_label(bars, fmt="%.3f", fontsize=7)
+    axes.set_xticks(range(len(ticks)), ticks)
+    axes.margins(y=0.15)
+
+
 scores = np.asarray([0.2, 0.8, 1.5, 0.6])
-figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
-for shift, values, name in (
-  (-0.2, [0.08, 0.15, 0.55, 0.22], "printed"), (0.2, softmax(scores), "softmax")
-):  # fmt: skip
-  bars = axes.bar(np.arange(4) + shift, values, 0.38, label=name)
-  axes.bar_label(bars, fmt="%.3f", fontsize=8)
-axes.set_xticks(range(4), [f"score {score}" for score in scores])
-axes.set_ylim(0, 0.65)
-axes.legend(frameon=False)
-figures.style(axes)
-plt.show()
+draw_pairs(
+  ("printed", "softmax"), [0.08, 0.15, 0.55, 0.22], softmax(scores),
+  [f"score {score}" for score in scores],
+)  # fmt: skip
 
 # %% [markdown]
 # Three more corrections, of which the code above shows the first two:
@@ -206,11 +184,7 @@ def turn_query(source, turn, temperature):
   key = rms_norm(sources[source]).mean(0)
   target = 4 * key / np.linalg.norm(key)
   query = ((1 - turn) * queries[3] + turn * target) / temperature
-  figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
-  draw_weights(
-    axes, mix(query, sources)[1], f"layer 4, turned to source {source}"
-  )
-  plt.show()
+  draw_weights(mix(query, sources)[1], f"layer 4, turned to source {source}")
 
 
 colab.play(
@@ -233,12 +207,13 @@ def change_blocks(depth, size):
   for l, (_, weights, sources) in enumerate(attend(depth, size)):
     for i in range(l + 1):
       matrix[l, i] = weights[min(-(-i // size), len(sources) - 1)].mean()
-  figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
-  shown = axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
-  axes.set(xlabel="output (0: embedding)", ylabel="layer, from 0")
-  axes.set_title(f"{len(sources)} sources in the last read")
-  figure.colorbar(shown, label="mean weight")
-  plt.show()
+  title = f"{len(sources)} sources in the last read"
+  with colab.figure(
+    5, 3.4, title=title, xlabel="output (0: embedding)"
+  ) as axes:
+    shown = axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
+    axes.set_ylabel("layer, from 0")
+    axes.figure.colorbar(shown, label="mean weight")
 
 
 colab.play(change_blocks, depth=(12, 2, 24), size=(3, 1, 24))
@@ -250,20 +225,15 @@ colab.play(change_blocks, depth=(12, 2, 24), size=(3, 1, 24))
 # minute on the standard library of the running Python.
 
 # %%
-fields = config_lib.default_config().to_dict()
-fields["model"] |= {"width": 64, "num_layers": 4, "num_heads": 2}
-fields["model"] |= {"mlp_width": 160, "residual": {"name": "full_attnres"}}
-fields["data"] |= {"sequence_length": 128, "batch_size": 8}
-fields["optim"] |= {"peak_lr": 4e-3, "warmup_steps": 10}
-fields["train"] |= {"steps": 200, "eval_every": 200, "depth_every": 0}
-config = config_lib.build_run_config(fields)
-folder = tempfile.mkdtemp(prefix="attnres_")
-with contextlib.redirect_stdout(io.StringIO()):  # hides the progress lines
-  summary = loop.train_and_evaluate(config, folder)
-_, model = checkpoint.load_model(folder)
+steps = {"train.steps": 200, "train.eval_every": 200, "train.depth_every": 0}
+config = load_config(
+  "attnres_jax:lm:size=micro,residual=full_attnres",
+  steps | {"optim.peak_lr": 4e-3},
+)
+model, _, losses = colab.train(config)
 tokenizer = data.make_tokenizer(config.data)
 labels = model.residual.source_labels()
-print(f"validation loss {summary['validation_loss']:.3f} nats per byte")
+print(f"validation loss {losses[-1]:.3f} nats per byte")
 
 # %% [markdown]
 # ### Your own text
@@ -275,9 +245,11 @@ print(f"validation loss {summary['validation_loss']:.3f} nats per byte")
 # %%
 @jax.jit
 def trace(model, tokens_BT):
-  """Values [L + 1, B, T, D], and the weights [M, B, T] of each read."""
+  """Values [9, B, T, D], and weights [read, source, B, T] with zeros behind."""
   values = model.trace(tokens_BT).values
-  return jnp.stack(values), model.residual.depth_weights(values)
+  pad = lambda w: jnp.pad(w, ((0, len(values) - len(w)), (0, 0), (0, 0)))
+  weights = model.residual.depth_weights(values)
+  return jnp.stack(values), jnp.stack([pad(one) for one in weights])
 
 
 encode = lambda text: np.asarray([tokenizer.encode(text)], np.int32)
@@ -285,14 +257,14 @@ TEXT = "def mean(values):\n  return sum(values) / len("
 
 
 def show_read(text, read):
-  weights_MT = trace(model, encode(text))[1][read - 1][:, 0]
-  figure, axes = plt.subplots(figsize=(10, 2.6), layout="constrained")
-  shown = axes.imshow(weights_MT, aspect="auto", vmin=0, vmax=1, cmap="magma")
-  axes.set_yticks(range(len(weights_MT)), labels[read - 1], fontsize=8)
-  axes.set_xticks(range(len(text)), [c.strip() or "·" for c in text])
-  axes.set_title("the readout" if read == 9 else f"what sublayer {read} reads")
-  figure.colorbar(shown, label="weight")
-  plt.show()
+  names = labels[read - 1]
+  weights_MT = trace(model, encode(text))[1][read - 1, : len(names), 0]
+  title = "the readout" if read == 9 else f"what sublayer {read} reads"
+  with colab.figure(10, 2.6, title=title) as axes:
+    shown = axes.imshow(weights_MT, aspect="auto", vmin=0, vmax=1, cmap="magma")
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xticks(range(len(text)), [c.strip() or "·" for c in text])
+    axes.figure.colorbar(shown, label="weight")
 
 
 colab.play(show_read, text=TEXT, read=(6, 1, 9))
@@ -308,19 +280,13 @@ colab.play(show_read, text=TEXT, read=(6, 1, 9))
 # %%
 @jax.jit
 def next_of(model, tokens_BT, read, source):
-  """Log-probabilities [V] of the next token, before and after."""
+  """Probabilities [V] of the next token, before and after."""
   values, weights = trace(model, tokens_BT)
-  parts = jnp.stack(
-    [
-      jnp.where(source < len(w), w[jnp.minimum(source, len(w) - 1)], 0)
-      for w in weights
-    ]
-  )
-  removed = parts[..., None] * values[source]
+  removed_BTD = weights[read, source][..., None] * values[source]
   cut = edited.Edited(
     model.residual,
-    read=lambda l, h: jnp.where(l == read, h - removed[l], h),
-    readout=lambda h: jnp.where(read == len(weights) - 1, h - removed[-1], h),
+    read=lambda l, h: h - (l == read) * removed_BTD,
+    readout=lambda h: h - (read == len(weights) - 1) * removed_BTD,
   )
   schemes = model.residual, cut
   last = [edited.logits(model, one, tokens_BT)[0, -1] for one in schemes]
@@ -334,14 +300,11 @@ def knock_out(text, read, source):
     return
   before, after = next_of(model, encode(text), read - 1, source)
   top = np.argsort(-np.maximum(before, after))[:8]
-  figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
-  axes.bar(np.arange(8) - 0.2, before[top], 0.38, label="before")
-  axes.bar(np.arange(8) + 0.2, after[top], 0.38, label="after")
-  axes.set_xticks(range(8), [repr(chr(token)) for token in top])
-  axes.set(title=f"read {read} without {names[source]}", ylabel="probability")
-  axes.legend(frameon=False)
-  figures.style(axes)
-  plt.show()
+  draw_pairs(
+    ("before", "after"), before[top], after[top],
+    [repr(chr(token)) for token in top],
+    f"next character, read {read} without {names[source]}",
+  )  # fmt: skip
 
 
 colab.play(knock_out, text=TEXT, read=(2, 1, 9), source=(0, 0, 8))

@@ -2,13 +2,11 @@
 """Runs every notebook from top to bottom, as a reader would.
 
   make notebooks
-  python -m notebooks.execute
   python -m notebooks.execute --write    # .ipynb files from the .py files
   python -m notebooks.execute --write quickstart
 
 A notebook is a pair: NAME.py, which is edited and reviewed, and NAME.ipynb, for
-Colab, with outputs. This module adds the badge and the first cell. A quarter of
-the lines of this room are the notebooks' text, hence more than its budget.
+Colab, with outputs. This module adds the badge and the first cell.
 """
 
 import argparse
@@ -25,9 +23,7 @@ import nbformat
 from notebooks import colab
 
 FOLDER = pathlib.Path(__file__).parent
-_TIMEOUT_SECONDS = 600
-# They are no notebooks.
-_OTHER = "colab.py", "execute.py"
+_OTHER = "colab.py", "execute.py"  # They are no notebooks.
 _COLAB = "https://colab.research.google.com"
 _KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 # Colab folds a cell with a title and `cellView: form`.
@@ -50,28 +46,25 @@ colab.prepare("plots")"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+  known = {path.stem: path for path in pairs()}
   parser = argparse.ArgumentParser(description="Runs the notebooks.")
   parser.add_argument(
     "--write", action="store_true", help="write the .ipynb files, with outputs"
   )
-  known = {path.stem: path for path in pairs()}
-  parser.add_argument(
-    "names", nargs="*", help=f"any of {', '.join(known)}; all if none"
-  )
+  parser.add_argument("names", nargs="*", help="some of them; all if none")
   options = parser.parse_args(argv)
   if wrong := [name for name in options.names if name not in known]:
     parser.error(f"no notebook {wrong[0]!r}: expected {', '.join(known)}")
   if options.write:
     os.environ[colab.PLAIN] = "1"  # A page without a kernel has no controls.
-  for path in (known[name] for name in options.names or known):
-    notebook = load(path)
-    start = time.perf_counter()
+  for name in options.names or known:
+    notebook, start = load(known[name]), time.perf_counter()
     execute(notebook)
-    print(f"{path.name}: ran in {time.perf_counter() - start:.0f} s")
+    print(f"{name}: ran in {time.perf_counter() - start:.0f} s")
     if options.write:
       for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # Wall-clock times.
-      nbformat.write(notebook, path.with_suffix(".ipynb"))
+      nbformat.write(notebook, known[name].with_suffix(".ipynb"))
   return 0
 
 
@@ -99,21 +92,14 @@ def load(path: pathlib.Path) -> nbformat.NotebookNode:
 
 
 def execute(notebook: nbformat.NotebookNode) -> None:
-  """Runs all cells in a fresh kernel of this Python, from the root.
-
-  Raises:
-    nbclient.exceptions.CellExecutionError: a cell failed.
-  """
+  """Runs all cells in a fresh kernel, from the root; the first error is raised."""
   root = FOLDER.parent
   paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
   os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-  client = nbclient.NotebookClient(
-    notebook,
-    timeout=_TIMEOUT_SECONDS,
-    kernel_name="python3",
-    resources={"metadata": {"path": str(root)}},
-  )
-  client.execute()
+  place = {"metadata": {"path": str(root)}}
+  nbclient.NotebookClient(
+    notebook, timeout=600, kernel_name="python3", resources=place
+  ).execute()
 
 
 if __name__ == "__main__":

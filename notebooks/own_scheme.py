@@ -3,31 +3,22 @@
 #
 # A residual scheme says what each sublayer reads and where its output goes.
 # Training, evaluation, sampling, checkpoints, FLOPs and figures come with it.
-# This notebook writes a scheme, checks it, and trains it beside PreNorm. The
-# training takes about two minutes on two idle CPU cores. (Other programs shared
-# the machine that made the outputs below.)
+# This notebook writes a scheme, checks it, and trains it beside PreNorm, in about
+# two minutes on two idle CPU cores.
 
 # %%
-import contextlib
-import io
-import tempfile
-import time
-
 from flax import nnx
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 
 from attnres_jax import analysis
-from attnres_jax import config as config_lib
-from attnres_jax import models
+from attnres_jax import build_model
+from attnres_jax import load_config
 from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import prenorm
-from attnres_jax.train import checkpoint
-from attnres_jax.train import loop
-from attnres_jax.train import metrics
+from notebooks import colab
 
 # %% [markdown]
 # ## Fifteen lines
@@ -69,21 +60,17 @@ residuals.RESIDUALS["fading"] = Fading
 
 # %%
 def make_config(residual):
-  fields = config_lib.default_config().to_dict()
-  fields["model"] |= {"width": 64, "num_layers": 6, "num_heads": 2}
-  fields["model"] |= {"mlp_width": 160, "residual": {"name": residual}}
-  fields["data"] |= {"sequence_length": 128, "batch_size": 8}
-  fields["optim"] |= {"peak_lr": 4e-3, "warmup_steps": 20}
-  fields["train"] |= {"steps": 300, "eval_every": 30, "eval_batches": 8}
-  fields["train"] |= {"depth_every": 0}
-  return config_lib.build_run_config(fields)
+  fields = {
+    "model.num_layers": 6, "optim.peak_lr": 4e-3, "train.steps": 300,
+    "train.eval_every": 30, "train.eval_batches": 8, "train.depth_every": 0,
+  }  # fmt: skip
+  return load_config(f"attnres_jax:lm:size=micro,residual={residual}", fields)
 
 
 schemes = ["prenorm", "fading"]
 tokens = np.asarray([list(b"for name in sorted(names):")], np.int32)
-both = [models.build_model(make_config(name).model) for name in schemes]
-apart = both[1](tokens) - both[0](tokens)
-print("largest difference of logits:", float(jnp.abs(apart).max()))
+first, second = (build_model(make_config(n).model)(tokens) for n in schemes)
+print("largest difference of logits:", float(jnp.abs(first - second).max()))
 
 # %% [markdown]
 # ## Train it beside PreNorm
@@ -91,27 +78,18 @@ print("largest difference of logits:", float(jnp.abs(apart).max()))
 # Same data in the same order, same initial weights, same rate.
 
 # %%
-folder = tempfile.mkdtemp(prefix="attnres_")
-start = time.perf_counter()
-figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-for name in schemes:
-  with contextlib.redirect_stdout(io.StringIO()):  # hides the progress lines
-    loop.train_and_evaluate(make_config(name), f"{folder}/{name}")
-  rows = metrics.read_rows(f"{folder}/{name}", "validation")
-  steps, losses = zip(*((row["step"], row["loss"]) for row in rows))
-  look = figures.style_of(name)
-  axes.plot(steps, losses, "o", ls="-", label=figures.name_of(name), ms=3, **{
-    k: v for k, v in look.items() if k != "linestyle"})  # fmt: skip
-  print(f"{figures.name_of(name):10} validation loss {losses[-1]:.3f}")
-print(f"{time.perf_counter() - start:.0f} s")
-axes.set(xlabel="step", ylabel="validation loss, nats per byte")
-axes.legend(frameon=False)
-figures.style(axes)
-plt.show()
+trained = {}
+labels = {"xlabel": "step", "ylabel": "validation loss, nats per byte"}
+with colab.figure(6, 3, **labels) as axes:
+  for name in schemes:
+    trained[name], steps, losses = colab.train(make_config(name))
+    label, colour = figures.name_of(name), figures.style_of(name)["color"]
+    axes.plot(steps, losses, "o-", markersize=3, label=label, color=colour)
+    print(f"{label:10} validation loss {losses[-1]:.3f}")
 
 # %% [markdown]
 # One seed and small networks: a difference here is a reason to look closer, no
-# more. `experiments/TEMPLATE` makes an experiment with several seeds of it.
+# more. `experiments/TEMPLATE` makes an experiment of it.
 #
 # ## What it has learned
 #
@@ -120,14 +98,11 @@ plt.show()
 # end above one: this network does not fade its stream, it lets early outputs grow.
 
 # %%
-trained = {n: checkpoint.load_model(f"{folder}/{n}")[1] for n in schemes}
 share_LD = np.asarray(trained["fading"].residual.share[...])
-figure, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
-axes.boxplot(share_LD.T, showfliers=False)
-axes.axhline(1, color="grey", linewidth=0.8)
-axes.set(xlabel="sublayer", ylabel="share kept, over channels")
-figures.style(axes)
-plt.show()
+labels = {"xlabel": "sublayer", "ylabel": "share kept, over channels"}
+with colab.figure(6, 2.6, **labels) as axes:
+  axes.boxplot(share_LD.T, showfliers=False)
+  axes.axhline(1, color="grey", linewidth=0.8)
 plots.mixing_matrices(
   {n: analysis.mixing_matrix(m, tokens) for n, m in trained.items()}
 )
@@ -136,5 +111,4 @@ plots.mixing_matrices(
 # ## Next
 #
 # To keep a scheme, put its class into a file of `attnres_jax/models/residuals/`
-# and its name into `RESIDUALS`. Tests of all schemes (causality, checkpoints,
-# decoding, scan against loop) then run on it as well.
+# and its name into `RESIDUALS`. Tests of all schemes then run on it as well.

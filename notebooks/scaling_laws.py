@@ -5,27 +5,22 @@
 # five sizes (Table 2), fits a law $L = A\, C^{-\alpha}$ to their losses over
 # compute (Fig. 4), and concludes that the baseline needs 1.25 times the compute
 # to reach the loss of Block AttnRes. This notebook fits Table 2 again, with
-# three ways to count $C$ and with intervals. Then it compares your own runs with
-# it. Nothing is trained; it takes seconds.
+# three ways to count $C$ and with intervals. Nothing is trained; it takes seconds.
 
 # %%
-from IPython.display import display
 import matplotlib.pyplot as plt
 import numpy as np
 
 from attnres_jax import scaling
 from attnres_jax.analysis import figures
-from attnres_jax.common import csv_rows
 from attnres_jax.common import text_table
 from attnres_jax.scaling import compute
 from attnres_jax.scaling import fit
 from attnres_jax.scaling import paper
 from attnres_jax.scaling import plots
-from attnres_jax.sweep import rows
 from notebooks import colab
 
 schemes = tuple(paper.PUBLISHED_LAWS)  # with a printed law
-labels = {scheme: figures.name_of(scheme) for scheme in schemes}
 
 
 def interval(estimate, digits=3):
@@ -66,7 +61,7 @@ def fit_again(counting):
     law = paper.PUBLISHED_LAWS[scheme]
     ratio = scaling.compute_advantage(fits["prenorm"], found, largest)
     lines.append([
-      labels[scheme], interval(found.coefficient()),
+      figures.name_of(scheme), interval(found.coefficient()),
       interval(found.exponent(), 4), f"{law.coefficient:.3f}",
       f"{law.exponent:.3f}", interval(ratio, 2),
     ])  # fmt: skip
@@ -75,34 +70,3 @@ def fit_again(counting):
 
 
 colab.play(fit_again, counting=["attention", "6nd", "residual"])
-
-# %% [markdown]
-# ## Your own runs
-#
-# A sweep gives one row per finished run:
-#
-# ```
-# python -m experiments.scaling_law.run --workdir=runs/scaling
-# python -m experiments.scaling_law.run collect --workdir=runs/scaling --out=rows.csv
-# ```
-#
-# The first choice is the project's laptop sweep. Losses on other data and
-# tokenizers cannot share an axis with the paper's, so there are two panels:
-# compare slopes and gaps, not values.
-
-
-# %%
-def show_own(file, counting):
-  own = rows.by_scheme(csv_rows.read(colab.fetch(file)), counting)
-  several = {s: one for s, one in own.items() if len({*one.size}) > 1}
-  fits = fit.fit_schemes(several, np.random.default_rng(0))
-  figure = plots.figure_4(
-    own, fits, counting, paper_counting=counting, title=file
-  )
-  display(figure)
-
-
-colab.play(
-  show_own, file="experiments/scaling_law/results.csv",
-  counting=["attention", "6nd", "residual"],
-)  # fmt: skip

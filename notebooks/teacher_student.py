@@ -11,10 +11,8 @@
 import csv
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 
-from attnres_jax.analysis import figures
 from notebooks import colab
 
 colab.fetch("experiments/teacher_student/toy.py")
@@ -35,15 +33,13 @@ LOOKS = dict(
 # %%
 def show_teacher(temperature):
   scores = np.asarray(toy.teacher_scores(jax.random.key(1), 8)) / temperature
-  figure, axes = plt.subplots(figsize=(4, 3), layout="constrained")
   visible = np.where(np.tri(9, dtype=bool), scores, -np.inf)
   weights = np.asarray(jax.nn.softmax(visible, axis=1))
   weights = np.where(np.tri(9, dtype=bool), weights, np.nan)
-  shown = axes.imshow(weights, vmin=0, vmax=1, cmap="viridis")
-  axes.set(xlabel="output $v_i$", ylabel="read $h_l$, from 1")
-  axes.set_title(f"teacher at T = {temperature}")
-  figure.colorbar(shown, label="weight")
-  plt.show()
+  labels = {"xlabel": "output $v_i$", "ylabel": "read $h_l$, from 1"}
+  with colab.figure(4, 3, title=f"T = {temperature}", **labels) as axes:
+    shown = axes.imshow(weights, vmin=0, vmax=1, cmap="viridis")
+    axes.figure.colorbar(shown, label="weight")
 
 
 colab.play(show_teacher, temperature=[0.1, 0.01, 1.0, 10.0, 100.0])
@@ -63,23 +59,17 @@ SMALL = toy.Sizes(16, layers=4, hidden=32, train_rows=1024, steps=400)
 
 
 def train_students(temperature, rate):
-  figure, panels = plt.subplots(
-    1, 2, figsize=(8.5, 2.8), sharey=True, layout="constrained"
-  )
   seeds = np.arange(3)
   same = lambda value: np.full(3, value, np.float32)
-  for axes, readout in zip(panels, toy.READOUTS):
-    for i, student in enumerate(toy.STUDENTS):
-      losses = toy.train(
-        student, readout, same(temperature), same(rate), seeds, SMALL
-      )["test_loss"]
-      axes.bar(i, losses.mean(), 0.7, color=LOOKS[student])
-      axes.plot([i] * 3, losses, "k.", markersize=5)
-    axes.set_xticks(range(4), toy.STUDENTS)
-    axes.set_title(f"readout: {readout}")
-    figures.style(axes)
-  panels[0].set_ylabel("test loss / variance")
-  plt.show()
+  for readout in toy.READOUTS:
+    labels = {"title": f"readout: {readout}", "ylabel": "test loss / variance"}
+    with colab.figure(5, 2.6, **labels) as axes:
+      for student in toy.STUDENTS:
+        losses = toy.train(
+          student, readout, same(temperature), same(rate), seeds, SMALL
+        )["test_loss"]
+        axes.bar(student, losses.mean(), 0.7, color=LOOKS[student])
+        axes.plot([student] * 3, losses, "k.", markersize=5)
 
 
 colab.play(
@@ -101,34 +91,22 @@ path = colab.fetch("experiments/teacher_student/results.csv")
 with path.open() as file:
   rows = list(csv.DictReader(file))
 
-
-def show_rows(readout):
-  figure, axes = plt.subplots(figsize=(6.5, 3), layout="constrained")
-  for student in toy.STUDENTS:
-    found = {}
-    for row in rows:
-      if (row["readout"], row["student"]) == (readout, student):
-        key = float(row["temperature"]), float(row["rate"])
-        found.setdefault(key, []).append(float(row["test_loss"]))
-    best = {}
-    for (temperature, _), losses in found.items():
-      other = best.get(temperature, [np.inf])
-      best[temperature] = min(losses, other, key=np.mean)
-    x, y = zip(*sorted(best.items()))
-    middle = np.mean(y, axis=1)
-    axes.plot(x, middle, "o-", color=LOOKS[student], label=student)
-    axes.fill_between(
-      x, np.min(y, axis=1), np.max(y, axis=1), color=LOOKS[student], alpha=0.08
-    )
-  axes.set(xlabel="temperature of the teacher", ylabel="test loss / variance")
-  axes.set(xscale="log", title=f"readout: {readout}", ylim=0)
-  axes.legend(frameon=False)
-  figures.style(axes)
-  plt.show()
-
-
 for readout in toy.READOUTS:
-  show_rows(readout)
+  labels = {"xlabel": "temperature of the teacher", "xscale": "log"}
+  with colab.figure(6.5, 3, title=f"readout: {readout}", **labels) as axes:
+    for student in toy.STUDENTS:
+      own = sorted(
+        [float(row[key]) for key in ("temperature", "rate", "test_loss")]
+        for row in rows
+        if (row["readout"], row["student"]) == (readout, student)
+      )
+      x_TRS, _, loss_TRS = np.moveaxis(np.reshape(own, (-1, 5, 5, 3)), -1, 0)
+      best = loss_TRS.mean(2).argmin(1)
+      loss_TS = loss_TRS[np.arange(len(best)), best]
+      x, look = x_TRS[:, 0, 0], {"color": LOOKS[student]}
+      axes.plot(x, loss_TS.mean(1), "o-", label=student, **look)
+      axes.fill_between(x, loss_TS.min(1), loss_TS.max(1), alpha=0.08, **look)
+    axes.set(ylabel="test loss / variance", ylim=0)
 
 # %% [markdown]
 # ## The answer

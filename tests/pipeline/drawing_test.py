@@ -4,13 +4,9 @@
 import ast
 import pathlib
 
-import pytest
-
 from attnres_jax import pipeline
 from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import schedule
-
-pytestmark = pytest.mark.usefixtures("canvas")
 
 
 def test_schedule_as_text():
@@ -34,28 +30,6 @@ def test_transfers_as_text():
   lines = drawing.transfers_text(schedule.Layout(4, 2, 2, 4)).splitlines()
   assert lines[6].split() == "5 0 -> 1 b0 b1 b2 b1 b2 b2 yes".split()
   assert lines[-1].split() == "total 19 13 11 4".split()
-
-
-def test_a_box_per_unit():
-  plan = schedule.make_schedule(schedule.Layout(2, 2, 2, 2), 4)
-  ax = drawing.draw_schedule(plan)
-  assert len(ax.patches) == len(ax.texts) == 2 * 4 * 4
-  for rank in range(2):
-    spans = sorted(
-      (box.get_x(), box.get_x() + box.get_width())
-      for box in ax.patches
-      if box.get_y() == rank - 0.46
-    )
-    assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:]))
-  assert max(b.get_x() + b.get_width() for b in ax.patches) == pytest.approx(
-    plan.total_time(1, 2)
-  )
-
-
-def test_a_bar_per_rule_and_boundary():
-  ax = drawing.draw_transfers(schedule.Layout(4, 2, 2, 4))
-  assert sum(bar.get_height() for bar in ax.patches) == 19 + 13 + 11
-  assert len(ax.lines) == 4
 
 
 def test_needs_no_device_library():
