@@ -17,14 +17,12 @@ import functools
 from typing import Any
 
 import jax
-from jax import ad_checkpoint
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 import jax.numpy as jnp
 
 from attnres_jax.common import precision
 from attnres_jax.common import sharding
-from attnres_jax.models import linear
 from attnres_kernels import dispatch
 
 # Rows of a piece. Every group is rounded up to whole pieces: large pieces waste
@@ -34,30 +32,6 @@ _LANES = 128
 # Bytes of an operand's tile in `_kernel_rows`, and the depth of a tile. Two
 # tiles of each operand are on the core, where a kernel has 16 MiB.
 _TILE_BYTES, _TILE_DEPTH = 3 * 2**20, 4096
-
-
-def grouped_linear(
-  x_PD: jax.Array,
-  weight_EDF: jax.Array,
-  sizes_E: jax.Array,
-  cut: int | None = None,
-) -> jax.Array:
-  """Multiplies each row with the matrix of its group.
-
-  Products run in the dtype of `x_PD`, sums in float32. As in `linear`, the
-  gradient of the weights is float32 whatever the rows are.
-
-  Rows of group 0 come first, then of group 1, ..., as many as `sizes_E` says.
-  Weights are float32, or this device's shard, cut along one dimension
-  (`sharding.gather_parts`). Returns [P, F] in the dtype of `x_PD`.
-  """
-  shape = x_PD.shape[0], weight_EDF.shape[2]
-  product = linear.counted(
-    functools.partial(_grouped_linear, cut), x_PD, weight_EDF, sizes_E,
-    flops=2 * x_PD.size * shape[1],
-    outs=jax.ShapeDtypeStruct(shape, x_PD.dtype),
-  )  # fmt: skip
-  return ad_checkpoint.checkpoint_name(product, linear.PRODUCT)
 
 
 def multiply(
@@ -92,34 +66,6 @@ def weight_gradient(
   on_tpu = _kernel_weights if _fits_kernel(x_PD) else _ragged_weights
   operands = x_PD, dy_PF, sizes_E, existing
   return dispatch.by_platform(operands, _looped_weights, tpu=on_tpu)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_linear(
-  cut: int | None, x_PD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array
-) -> jax.Array:
-  weight = sharding.gather_parts(weight_EDF, cut, x_PD.dtype)
-  return multiply(x_PD, weight, sizes_E)
-
-
-def _forward(
-  cut: int | None, x_PD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array
-) -> tuple[jax.Array, Any]:
-  residuals = x_PD, weight_EDF, sizes_E
-  return _grouped_linear(cut, *residuals), residuals
-
-
-def _backward(
-  cut: int | None, residuals: Any, dy_PF: jax.Array
-) -> tuple[jax.Array | None, ...]:
-  x_PD, weight_EDF, sizes_E = residuals
-  weight = sharding.gather_parts(weight_EDF, cut, x_PD.dtype)
-  dx_PD = multiply(dy_PF, weight, sizes_E, transposed=True)
-  dweight_EDF = sharding.sum_parts(weight_gradient(x_PD, dy_PF, sizes_E), cut)
-  return dx_PD, dweight_EDF.astype(weight_EDF.dtype), None
-
-
-_grouped_linear.defvjp(_forward, _backward)
 
 
 def _ragged_rows(

@@ -30,7 +30,8 @@ flattened; K experts of a token; P = U K pairs.
 """
 
 import dataclasses
-from typing import Any
+import functools
+import math
 
 from flax import nnx
 import jax
@@ -40,7 +41,6 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.common import sharding
 from attnres_jax.models import expert_parallel
-from attnres_jax.models import grouped_matmul
 from attnres_jax.models import linear
 from attnres_jax.models import mlp
 from attnres_jax.models import norm as norm_lib
@@ -164,24 +164,13 @@ class Moe(nnx.Module):
   ) -> jax.Array:
     """The weighted sum of the outputs of the chosen experts."""
     weights = self.gate[...], self.up[...], self.down[...]
-    if weights[0].shape[0] < self.router[...].shape[1]:
-      return expert_parallel.apply_experts(
-        self.activation, x_UD, weight_UK, expert_UK, *weights
-      )
-    order_P = jnp.argsort(jnp.reshape(expert_UK, -1), stable=True)
-    place_UK = jnp.reshape(jnp.argsort(order_P), expert_UK.shape)
-    sizes_E = expert_counts(expert_UK, self.router[...].shape[1])
-    x_PD = _send(x_UD, order_P, place_UK)
-    gate, up, down = zip(
-      weights, expert_parallel.fsdp_cuts(weights, x_UD.shape[1])
-    )
-    gate_PF, up_PF = (
-      grouped_matmul.grouped_linear(x_PD, weight, sizes_E, cut)
-      for weight, cut in (gate, up)
-    )
-    hidden_PF = expert_parallel.units(self.activation, gate_PF, up_PF)
-    y_PD = grouped_matmul.grouped_linear(hidden_PF, down[0], sizes_E, down[1])
-    return _combine(y_PD, weight_UK, order_P, place_UK)
+    sizes = expert_counts(expert_UK, self.router[...].shape[1])
+    return linear.counted(
+      functools.partial(expert_parallel.apply_experts, self.activation),
+      x_UD, weight_UK, expert_UK, sizes, *weights,
+      flops=6 * expert_UK.size * math.prod(weights[0].shape[1:]),
+      outs=x_UD,
+    )  # fmt: skip
 
 
 def expert_counts(
@@ -279,59 +268,3 @@ def _report_backward(
 
 
 _report_load.defvjp(_report_forward, _report_backward)
-
-
-# Both directions of both permutations are gathers: autodiff would scatter, and
-# would add up a token's gradients in the dtype of the activations.
-@jax.custom_vjp
-def _send(
-  x_UD: jax.Array, order_P: jax.Array, place_UK: jax.Array
-) -> jax.Array:
-  """Rows in the order of experts: one for each (token, expert) pair."""
-  return x_UD[order_P // place_UK.shape[1]]
-
-
-def _send_forward(
-  x_UD: jax.Array, order_P: jax.Array, place_UK: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  return _send(x_UD, order_P, place_UK), place_UK
-
-
-def _send_backward(
-  place_UK: jax.Array, dx_PD: jax.Array
-) -> tuple[jax.Array | None, ...]:
-  dx_UD = jnp.sum(dx_PD[place_UK], axis=1, dtype=precision.wide(dx_PD.dtype))
-  return dx_UD.astype(dx_PD.dtype), None, None
-
-
-_send.defvjp(_send_forward, _send_backward)
-
-
-@jax.custom_vjp
-def _combine(
-  y_PD: jax.Array, weight_UK: jax.Array, order_P: jax.Array, place_UK: jax.Array
-) -> jax.Array:
-  """The weighted sum of each token's K rows."""
-  y_UKD = precision.widen(y_PD[place_UK])
-  return jnp.sum(weight_UK[..., None] * y_UKD, axis=1).astype(y_PD.dtype)
-
-
-def _combine_forward(
-  y_PD: jax.Array, weight_UK: jax.Array, order_P: jax.Array, place_UK: jax.Array
-) -> tuple[jax.Array, Any]:
-  residuals = y_PD, weight_UK, order_P, place_UK
-  return _combine(*residuals), residuals
-
-
-def _combine_backward(
-  residuals: Any, dy_UD: jax.Array
-) -> tuple[jax.Array | None, ...]:
-  y_PD, weight_UK, order_P, place_UK = residuals
-  weight_P = jnp.reshape(weight_UK, -1)[order_P]
-  sent_PD = precision.widen(dy_UD[order_P // place_UK.shape[1]])
-  dy_PD = (weight_P[:, None] * sent_PD).astype(y_PD.dtype)
-  dweight_P = jnp.sum(sent_PD * precision.widen(y_PD), axis=1)
-  return dy_PD, dweight_P[place_UK], None, None
-
-
-_combine.defvjp(_combine_forward, _combine_backward)

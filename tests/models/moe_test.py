@@ -237,12 +237,12 @@ def test_bfloat16():
 
 
 def test_what_is_kept_for_backward():
-  """No activation in float32, and three arrays of the experts' hidden units."""
+  """No activation in float32, and two arrays of the experts' products."""
   module, x_BTD = _module(), _inputs("bfloat16")
   kept = jaxprs.saved(lambda module, x: module(x), module, x_BTD)
   assert not [a for a in kept if a.dtype == jnp.float32 and WIDTH in a.shape]
   pairs = BATCH * TOKENS * TOP_K
-  assert len([a for a in kept if a.shape == (pairs, HIDDEN)]) == 3
+  assert len([a for a in kept if a.shape == (pairs, HIDDEN)]) == 2
 
 
 def _load(module, x_BTD, counts=None):
@@ -405,6 +405,19 @@ def test_expert_parallel_in_bfloat16():
   for name in ("gate", "up", "down"):
     leaf = getattr(found[1][0], name)[...]
     assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("axes", [dict(expert=2), dict(expert=8)])
+def test_all_tokens_to_one_expert(axes):
+  """In as many pieces as it takes."""
+  module, x_BTD = _module(num_experts=8, top_k=1), _inputs()
+  module.selection_bias[...] = jnp.where(jnp.arange(8) == 5, 2.0, 0.0)
+  found = _over(_mesh(**axes))(module, x_BTD)
+  load = _found_load(found[1][0])
+  np.testing.assert_array_equal(load, 40 * (np.arange(8) == 5))
+  expected = _value_and_gradients(module, x_BTD)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
 
 
 def test_pieces_hold_the_usual_number_of_rows():
