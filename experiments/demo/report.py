@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from etils import epath
 from matplotlib import figure as figure_lib
+import numpy as np
 
 from attnres_jax import analysis
 from attnres_jax import data
@@ -75,6 +76,7 @@ def _answer(
     )
   return page.fill(
     _BODY.read_text(encoding="utf-8"),
+    gain=variants.more_steps(config.STUDY, rows),
     table=variants.answer(config.STUDY, rows),
     inside=inside,
   )
@@ -103,13 +105,40 @@ def _depth(looks_of: Mapping[str, Sequence[Look]]) -> page.Html:
     figure = figure_lib.Figure(figsize=(4.6, 3.0), layout="constrained")
     axes = figure.subplots()
     plots.depth_bar(figure, plots.depth_panel(axes, scheme, found, kind), axes)
-    return svg.to_svg(figure, f"{scheme}{kind}")
+    return page.fill(
+      "<div>{{ svg }}<p class=note>{{ text }}</p></div>\n",
+      svg=svg.to_svg(figure, f"{scheme}{kind}"),
+      text=what(found, kind),
+    )
 
   return page.join(
     draw(scheme, found.depth_weights, kind)
     for scheme, (found, *_) in looks_of.items()
     if found.depth_weights is not None
     for kind in plots.KINDS
+  )
+
+
+def what(found: analysis.DepthWeights, kind: str) -> str:
+  """The largest preference and the largest neglect of a panel, in words."""
+  rows = getattr(found, kind)
+  times = np.where(
+    np.isfinite(rows).sum(axis=1, keepdims=True) > 1,
+    plots.multiples(rows),
+    np.nan,
+  )
+  if not np.any(np.isfinite(times)):
+    return "Every read has one source only."
+  place = lambda index: np.unravel_index(index, times.shape)
+  (row, column), (low, source) = (
+    place(np.nanargmax(times)), place(np.nanargmin(times))
+  )  # fmt: skip
+  name = {"attention": "attention", "mlp": "the MLP"}[kind]
+  return (
+    f"The largest weight is {times[row, column]:.1f} times uniform:"
+    f" {name} of transformer block {row + 1} reads {found.columns[column]}."
+    f" The smallest is {times[low, source]:.1f} times uniform:"
+    f" {found.columns[source]} in block {low + 1}."
   )
 
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 import functools
+import math
 import pathlib
 import statistics
 from typing import Any
@@ -307,33 +308,66 @@ def at_own_settings(rows: Sequence[Row], budget: float = 1.0) -> list[Row]:
   ]
 
 
-def _speedup(
+def more_steps(study: Study, rows: Sequence[Row]) -> page.Html:
+  """A sentence per variant that attends over depth, where its gain is known."""
+  sentences, spread = [], spread_of(rows, study)
+  for name, variant in study.variants.items():
+    found = speedup(rows, name, spread, "tokens")
+    if found is None or variant.residual in (BASELINE, "rescaled"):
+      continue
+    value, low, high = (
+      "no bound" if end is None or math.isinf(end) else f"{end - 1:.0%}"
+      for end in found
+    )
+    sentences.append(
+      f"PreNorm needs **{value}** more steps to reach the loss of"
+      f" {variant.label}, between {low} and {high}."
+    )
+  return page.bold(" ".join(sentences))
+
+
+def speedup(
   rows: Sequence[Row],
   name: str,
   spread: pairs.Spread | None,
-) -> str:
-  """By the law of PreNorm over its budgets; empty without these or pairs.
+  counted: str = f"compute_{COUNTING}",
+) -> fit_lib.Estimate | None:
+  """By the law of PreNorm over its budgets; None without these or pairs.
 
-  Empty for arms that failed, too: they have no spread.
+  None for arms that failed, too: they have no spread.
+
+  Args:
+    rows: of a study.
+    name: of a variant.
+    spread: of its pairs.
+    counted: the column that measures training.
   """
   if spread is None:
-    return ""
+    return None
   baseline = [
     row for row in rows if row["variant"] == BASELINE and not row.get(_RATE)
   ]
   other = [row for row in at_own_settings(rows) if row["variant"] == name]
   try:
-    found = scaling.effective_speedup(
-      *map(_runs, (baseline, other)), spread=spread
+    return scaling.effective_speedup(
+      _runs(baseline, counted), _runs(other, counted), spread=spread
     )
   except config_lib.ConfigError:
+    return None
+
+
+def _speedup(
+  rows: Sequence[Row], name: str, spread: pairs.Spread | None
+) -> str:
+  found = speedup(rows, name, spread)
+  if found is None:
     return ""
   return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
-def _runs(rows: Sequence[Row]) -> fit_lib.Runs:
+def _runs(rows: Sequence[Row], counted: str) -> fit_lib.Runs:
   return fit_lib.Runs(
-    compute=[float(row[f"compute_{COUNTING}"]) for row in rows],
+    compute=[float(row[counted]) for row in rows],
     loss=[float(row["validation_loss"]) for row in rows],
     size=tuple(row["tokens"] for row in rows),
     seed=tuple(int(row["seed"]) for row in rows),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's page on made-up runs, and its command to its end."""
 
+import dataclasses
 import html.parser
 import re
 
@@ -65,8 +66,20 @@ def test_page_is_one_well_formed_file_that_loads_nothing(tmp_path, monkeypatch):
   assert page.count("&lt;b&gt;") == 4 and runs[0].name in page
   assert "\N{MINUS SIGN}0.0800 \N{PLUS-MINUS SIGN} 0.0000" in page
   # ln(1.5 / 1.42) over the slope of 0.1 is how much more PreNorm needs.
+  needed = (1.5 / 1.42) ** 10 - 1
+  assert f"PreNorm needs <b>{needed:.0%}</b> more steps" in page
   assert "1.7" in page and "http-equiv" not in page
   assert not re.search(r"\$\{?[a-z]", page), "an unfilled placeholder"
+
+
+def test_a_panel_says_what_it_shows(tmp_path):
+  *_, run = grid.load(SPEC)
+  overrides = run.overrides | {"variant": "full"}
+  run = dataclasses.replace(run, overrides=overrides)
+  weights = make_look(tmp_path, run).depth_weights
+  text = report.what(weights, "attention")
+  assert "is 1.5 times uniform: attention of transformer block 2 reads" in text
+  assert "is 0.5 times uniform: embedding in block 2" in text
 
 
 def test_networks_are_opened_when_all_runs_are_done(tmp_path, monkeypatch):
