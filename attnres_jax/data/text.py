@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files as documents: a folder, JSON lines, Parquet.
+"""Text files as documents: a folder, JSON lines, Parquet, ArrayRecord.
 
 Where the names of files do not decide (see `paths`), the split of a text file
 is decided by its relative path and the split of a record by its text. A single
@@ -161,6 +161,28 @@ def _read_parquet(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
         number += 1
 
 
+def _open_records(file: paths.File) -> Any:
+  import grain
+
+  return grain.sources.ArrayRecordDataSource([file.local()])
+
+
+def _count_records(file: paths.File, field: str) -> int:
+  del field
+  with file.reading("an ArrayRecord file"), _open_records(file) as records:
+    return len(records)
+
+
+def _read_records(file: paths.File, field: str) -> Iterator[tuple[str, bytes]]:
+  del field
+  with file.reading("an ArrayRecord file"), _open_records(file) as records:
+    for first in range(0, len(records), _RECORDS_AT_ONCE):
+      last = min(first + _RECORDS_AT_ONCE, len(records))
+      numbers = range(first, last)
+      for number, text in zip(numbers, records.__getitems__(list(numbers))):
+        yield f", record {number}", text
+
+
 def _no_field(field: str, accepted: str) -> None:
   config_lib.fail("data.text_field", field, accepted)
 
@@ -184,6 +206,9 @@ class _Format(NamedTuple):
 
 
 FORMATS = {
+  "arrayrecord": _Format(
+    (".array_record", ".arrayrecord"), _count_records, _read_records
+  ),
   "jsonl": _Format((".jsonl",), lambda *_: None, _read_jsonl, True),
   "parquet": _Format((".parquet",), _count_parquet, _read_parquet, True),
   "text": _Format((), lambda *_: 1, _read_text),

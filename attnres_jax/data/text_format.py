@@ -23,6 +23,7 @@ this object. It has two origins:
 """
 
 from collections.abc import Sequence
+import copy
 import dataclasses
 import functools
 import os
@@ -59,13 +60,16 @@ class Vocabulary:
   size: int
   run_ids: frozenset[int] = frozenset()
 
-  def encode(self, text: str) -> list[int]:
+  def encode(self, text: str, parse_special: bool = False) -> list[int]:
     """Ids of a text, which opens and ends with nothing else.
 
-    Special tokens that are written in the text are text.
+    Args:
+      text: any text.
+      parse_special: whether special tokens written in the text, such as
+        "<|im_end|>", become these tokens. Otherwise they are text.
 
     Raises:
-      ConfigError: the vocabulary cannot encode the text.
+      ConfigError: the vocabulary has no such option, or cannot encode the text.
     """
     raise NotImplementedError
 
@@ -109,16 +113,16 @@ class TextFormat:
     known = (*self.open_ids, self.bos_id, *self.end_ids)
     return next((id for id in known if id is not None), 0)
 
-  def encode(self, text: str) -> list[int]:
+  def encode(self, text: str, parse_special: bool = False) -> list[int]:
     """Ids of a text without its opening; see `Vocabulary.encode`."""
-    return self.vocabulary.encode(text)
+    return self.vocabulary.encode(text, parse_special)
 
-  def prompt(self, text: str) -> list[int]:
+  def prompt(self, text: str, parse_special: bool = False) -> list[int]:
     """Ids of a text to continue: the opening, then the text.
 
     At least one id, so that there is something to continue.
     """
-    ids = [*self.open_ids, *self.encode(text)]
+    ids = [*self.open_ids, *self.encode(text, parse_special)]
     return ids or [self.prefix_id]
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -393,7 +397,14 @@ class _Own(Vocabulary):
     if hf is not None:
       self.run_ids = _byte_runs(hf)
 
-  def encode(self, text: str) -> list[int]:
+  def encode(self, text: str, parse_special: bool = False) -> list[int]:
+    if parse_special:
+      config_lib.fail_argument(
+        "parse_special",
+        True,
+        f"false: tokenizer {self._tokenizer.name!r} of our own runs reads no"
+        " special tokens from text",
+      )
     return self._tokenizer.encode(text).tolist()
 
   def skips(self, id: int) -> bool:
@@ -420,6 +431,7 @@ class _HuggingFace(Vocabulary):
         if text not in known and self._tokenizer.token_to_id(text) is not None
       ]
     )
+    self._parsing = copy.deepcopy(self._tokenizer)
     self._tokenizer.encode_special_tokens = True
     ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
     self.size = max(ids, default=-1) + 1
@@ -433,9 +445,10 @@ class _HuggingFace(Vocabulary):
   def id_of(self, text: str) -> int | None:
     return self._tokenizer.token_to_id(text)
 
-  def encode(self, text: str) -> list[int]:
+  def encode(self, text: str, parse_special: bool = False) -> list[int]:
+    tokenizer = self._parsing if parse_special else self._tokenizer
     try:
-      return self._tokenizer.encode(text, add_special_tokens=False).ids
+      return tokenizer.encode(text, add_special_tokens=False).ids
     except Exception as error:  # Such as a vocabulary without its [UNK].
       reason = " ".join(str(error).split())
       raise config_lib.ConfigError(

@@ -133,6 +133,7 @@ def _prompts(options: argparse.Namespace) -> Iterator[text.Prompt]:
     settings=settings,
     stop=tuple(options.stop),
     past_end=options.past_end,
+    parse_special=options.parse_special,
   )
   if options.prompts is None:
     yield make(options.prompt)
@@ -250,6 +251,11 @@ def _parser() -> command_line.Parser:
   add(
     "--past_end", action="store_true",
     help="continue after the end of a document",
+  )  # fmt: skip
+  add(
+    "--parse_special", action="store_true",
+    help="read special tokens written in a prompt, such as <|im_end|>, as these"
+    " tokens (default: as text)",
   )  # fmt: skip
   add(
     "--logprobs", type=int, default=0,

@@ -29,6 +29,7 @@ class Prompt:
     settings: how to draw them.
     stop: the text ends before any of these.
     past_end: continue after the end of a document.
+    parse_special: whether special tokens written in the text are tokens.
     stream: see `engine.Request`.
   """
 
@@ -37,6 +38,7 @@ class Prompt:
   settings: draw.Settings = draw.Settings()
   stop: tuple[str, ...] = ()
   past_end: bool = False
+  parse_special: bool = False
   stream: int = 0
 
   def __post_init__(self):
@@ -63,7 +65,7 @@ class Prompt:
   ) -> engine_lib.Request:
     """The same in tokens."""
     return engine_lib.Request(
-      text_format.prompt(self.text),
+      text_format.prompt(self.text, self.parse_special),
       self.num_tokens,
       self.settings,
       frozenset() if self.past_end else frozenset(text_format.end_ids),

@@ -419,7 +419,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM",
     (*_DECODER, _BIASES, _HEAD_WIDTH),
     _PRENORM,
-    # Of old files; they follow from the config.
+    # Of old files; they follow from the config, and are compared with it.
     unused=lambda *_: (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
   ),
   "qwen2": Family(

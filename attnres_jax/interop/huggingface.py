@@ -36,6 +36,7 @@ CONFIG, CHECKSUMS = "config.json", "SHA256SUMS"
 # 5 GB is the custom.
 SHARD_BYTES = 5 * 10**9
 _README = "README.md"
+_FREQUENCIES = ".rotary_emb.inv_freq"
 _SPECIAL = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
@@ -52,6 +53,7 @@ class Source:
     dtypes: leaf -> that of its tensors, where it is another one.
     rules: one for each leaf.
     tensors: all that the files have, by name.
+    copies: tensors that are not needed -> the one that they copy, or "".
   """
 
   folder: pathlib.Path
@@ -62,6 +64,7 @@ class Source:
   dtypes: dict[str, str]
   rules: tuple[rules_lib.Rule, ...]
   tensors: Mapping[str, tensor_files.Tensor]
+  copies: dict[str, str]
 
 
 def read(folder: str | os.PathLike) -> Source:
@@ -89,7 +92,8 @@ def read(folder: str | os.PathLike) -> Source:
   rules = tuple(_as_stored(rule, tensors) for rule in all_rules)
   used = _check(rules, tensors, where)
   others = tensors.keys() - set(used)
-  for left in sorted(others - _ignored(family, config, values, others)):
+  copies = _copies(family, config, values, others)
+  for left in sorted(others - copies.keys()):
     tensor_files.fail(
       tensors[left].file, f"tensor {left!r} is not part of the network"
     )
@@ -100,7 +104,9 @@ def read(folder: str | os.PathLike) -> Source:
   plain = [rule for rule in rules if not rule.packed]
   dtypes = {r.leaf: tensors[r.names[0]].dtype for r in plain}
   dtypes = {leaf: one for leaf, one in dtypes.items() if one != dtype}
-  return Source(folder, name, config, values, dtype, dtypes, rules, tensors)
+  return Source(
+    folder, name, config, values, dtype, dtypes, rules, tensors, copies
+  )
 
 
 def _check_count(
@@ -168,19 +174,56 @@ def _check(
   return used
 
 
-def _ignored(
+def _copies(
   family: families.Family,
   config: config_lib.ModelConfig,
   values: Mapping[str, Any],
   others: Collection[str],
-) -> set[str]:
-  """Tensors that are not part of the network, or copies of others."""
-  patterns = list(family.unused(config, values, others))
-  if config.tie_embeddings:
-    patterns.append(re.escape(f"{family.names.prefix}lm_head.weight"))
-  return {
-    name for name in others if any(re.fullmatch(p, name) for p in patterns)
-  }
+) -> dict[str, str]:
+  """Tensors that are not needed -> the one that they copy, or ""."""
+  prefix, found = family.names.prefix, {}
+  patterns = family.unused(config, values, others)
+  for name in others:
+    if config.tie_embeddings and name == f"{prefix}lm_head.weight":
+      found[name] = f"{prefix}model.embed_tokens.weight"
+    elif any(re.fullmatch(pattern, name) for pattern in patterns):
+      found[name] = ""
+  return found
+
+
+def _check_copies(source: Source) -> None:
+  """Compares ignored tensors with the tensors that they should copy.
+
+  Raises:
+    TensorFileError: one has other values.
+  """
+  for name, original in source.copies.items():
+    tensor = source.tensors[name]
+    if name.endswith(_FREQUENCIES):
+      half = source.config.head_size // 2
+      wanted = source.config.rope_theta ** (-np.arange(half) / half)
+      # Old files have them in 16 bits.
+      same = tensor.shape == (half,) and np.allclose(
+        _wide(tensor), wanted, rtol=1e-2, atol=0
+      )
+      what = f"those of rope_theta={source.config.rope_theta}"
+    elif original:
+      other = source.tensors[original]
+      # In pieces, so that little is in memory.
+      rows = other.shape[0]
+      pieces = [slice(i, min(i + 1024, rows)) for i in range(0, rows, 1024)]
+      same = tensor.shape == other.shape and all(
+        (_wide(tensor, one) == _wide(other, one)).all() for one in pieces
+      )
+      what = f"{original!r}, which config.json says it copies"
+    else:
+      continue
+    if not same:
+      tensor_files.fail(tensor.file, f"tensor {name!r} differs from {what}")
+
+
+def _wide(tensor: tensor_files.Tensor, *index: slice) -> np.ndarray:
+  return tensor.read(*index).astype(np.float64)
 
 
 def load(
@@ -199,8 +242,10 @@ def load(
 
   Raises:
     ConfigError: the mesh does not divide a leaf.
-    TensorFileError: a file ends too early, or a value is not finite.
+    TensorFileError: a file ends too early, a value is not finite, or a tensor
+      differs from the one that it copies.
   """
+  _check_copies(source)
   abstract: Any = jax.eval_shape(lambda: models.build_model(source.config))
   if mesh is None:
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -46,6 +46,14 @@ def _parquet(path):
   parquet.write_table(pyarrow.table({"text": _TEXTS}), path, row_group_size=7)
 
 
+def _arrayrecord(path):
+  module = pytest.importorskip("array_record.python.array_record_module")
+  writer = module.ArrayRecordWriter(str(path), "group_size:1")
+  for text in _TEXTS:
+    writer.write(text.encode())
+  writer.close()
+
+
 def _tokens(path):
   path.write_bytes(_IDS.tobytes())
   sidecar = {"dtype": "uint16", "count": len(_IDS), "separator_id": 256}
@@ -69,6 +77,7 @@ _FILES = {
   )),
   "a.jsonl.zst": ("jsonl", lambda path: _zst(path, _LINES)),
   "a.parquet": ("parquet", _parquet),
+  "a.array_record": ("arrayrecord", _arrayrecord),
   "a.bin": ("tokens", _tokens),
   "a_shard.bin": ("tokens", _llmc),
 }  # fmt: skip

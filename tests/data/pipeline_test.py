@@ -199,7 +199,7 @@ class TestPipeline:
   @pytest.mark.parametrize(
     "fields,message",
     [
-      ({"source": "webtext"}, "data.source: got 'webtext'.*jsonl, par"),
+      ({"source": "webtext"}, "data.source: got 'webtext'.*arrayrecord, js"),
       ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
       ({"sequence_length": 93}, "length: got 93.*93 tokens to train on in /"),
       ({"seed": -1}, "data.seed: got -1"),

@@ -181,11 +181,13 @@ def folder(tmp_path):
   return tmp_path
 
 
-def test_special_tokens_that_are_written_are_text(folder):
+def test_special_tokens_are_text_unless_they_are_asked_for(folder):
   ours = _of_files(folder)
   written = "a<|im_end|>b"
   assert 3 not in ours.encode(written)
   assert ours.decode(ours.encode(written)) == written
+  assert ours.encode(written, parse_special=True).count(3) == 1
+  assert ours.decode(ours.encode(written, parse_special=True)) == "ab"
 
 
 _NAMED = {"content": "dog", "special": True}

@@ -41,8 +41,19 @@ def _write_parquet(folder):
     parquet.write_table(table, folder / f"{name}.parquet", row_group_size=4)
 
 
+def _write_arrayrecord(folder):
+  module = pytest.importorskip("array_record.python.array_record_module")
+  for name, texts in (("a", _TEXTS[:9]), ("b", _TEXTS[9:])):
+    path = str(folder / f"{name}.array_record")
+    writer = module.ArrayRecordWriter(path, "group_size:1")
+    for text in texts:
+      writer.write(text.encode())
+    writer.close()
+
+
 _WRITERS = {
   "text": _write_text, "jsonl": _write_jsonl, "parquet": _write_parquet,
+  "arrayrecord": _write_arrayrecord,
 }  # fmt: skip
 
 
@@ -63,7 +74,7 @@ class TestTextSources:
     for start in range(len(_TEXTS) + 1):
       assert list(opened.iterate(start)) == everything[start:]
 
-  @pytest.mark.parametrize("source", ["jsonl", "parquet"])
+  @pytest.mark.parametrize("source", ["jsonl", "parquet", "arrayrecord"])
   def test_records_are_split_by_their_text_alone(self, source):
     _WRITERS[source](self.folder)
     keys = {d.text: d.key for d in _open(source, self.folder).iterate()}

@@ -183,6 +183,31 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, name, value):
 
 
 @pytest.mark.parametrize(
+  "name,change,words",
+  [
+    ("lm_head.weight", lambda a: a + 1e-3, "differs from 'model.embed_tokens"),
+    ("lm_head.weight", lambda a: a[:-1], "differs from 'model.embed_tokens"),
+    ("lm_head.weight", lambda a: a[0, 0], "differs from 'model.embed_tokens"),
+    (
+      "model.layers.0.self_attn.rotary_emb.inv_freq",
+      lambda a: np.ones(8, np.float32),
+      "differs from those of rope_theta=",
+    ),
+  ],
+)
+def test_copies_that_differ_are_refused(tmp_path, name, change, words):
+  """A checkpoint whose files contradict its config.json."""
+  small_checkpoint.write(tmp_path)
+
+  def add(arrays):
+    arrays[name] = change(arrays["model.embed_tokens.weight"])
+
+  small_checkpoint.change_tensors(tmp_path, add)
+  with pytest.raises(tensor_files.TensorFileError, match=words):
+    huggingface.load(huggingface.read(tmp_path))
+
+
+@pytest.mark.parametrize(
   "changes,words",
   [
     (dict(num_hidden_layers=900), "describes 900 layers, and the files have"),

@@ -159,6 +159,7 @@ class Completion(_Request):
   stream_options: StreamOptions | None = None
   user: str = ""
   past_end: bool = False
+  parse_special: bool = False
   return_token_ids: bool = False
   frequency_penalty: Annotated[float, _between(0, 0)] = 0.0
   presence_penalty: Annotated[float, _between(0, 0)] = 0.0

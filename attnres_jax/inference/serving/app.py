@@ -147,7 +147,7 @@ class App:
     if (asked.logprobs or 0) > self._num_top:
       raise api.refuse("logprobs", asked.logprobs, f"0 to {self._num_top}")
     most = self.service.most_of_one // asked.n
-    prompts = await self._prompts(asked.prompt, most)
+    prompts = await self._prompts(asked.prompt, most, asked.parse_special)
     answer = replies.Answer(asked, prompts, self._label, self._name)
     job = self.service.submit(
       asked.requests(prompts, self._format.end_ids), asked.stops
@@ -175,13 +175,17 @@ class App:
     (ids,) = await self._prompts(asked.prompt, 1)
     await reply.json(await self._depth.of(ids))
 
-  async def _prompts(self, given: Any, most: int) -> list[list[int]]:
+  async def _prompts(
+    self, given: Any, most: int, parse_special: bool = False
+  ) -> list[list[int]]:
     """The prompts of a field, encoded in a thread: long texts take long."""
     several = api.prompts_of(given, self._vocab_size, most)
 
     def encode() -> list[list[int]]:
       return [
-        one if isinstance(one, list) else self._format.prompt(one)
+        one
+        if isinstance(one, list)
+        else self._format.prompt(one, parse_special)
         for one in several
       ]
 
