@@ -10,10 +10,9 @@ sources of its token (M x D x 2 bytes, 41 kB in the 48B model) in a cache.
 The backward kernel writes the factors of the sources, [M, T]. The query's
 gradient is one product per source with those factors.
 
-The backward pass has a kernel for one query only. For eight, plain JAX took
-half its time on an H100 (kernels/benchmarks/results/gpu.csv), so the gradients
-of several queries are plain JAX. Forms on clusters of thread blocks, which
-never ran, are in commit c2dcbed (dev/LOG.md).
+The backward pass has a kernel for one query only. Of several queries plain JAX
+is faster (kernels/benchmarks/results/gpu.csv). Forms on clusters of thread
+blocks, which never ran, are in commit c2dcbed (dev/LOG.md).
 """
 
 import functools
