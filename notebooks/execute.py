@@ -14,8 +14,10 @@ from collections.abc import Sequence
 import os
 import pathlib
 import sys
+import tempfile
 import time
 
+import jupyter_client
 import jupytext
 import nbclient
 import nbformat
@@ -96,10 +98,16 @@ def execute(notebook: nbformat.NotebookNode) -> None:
   root = FOLDER.parent
   paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
   os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-  place = {"metadata": {"path": str(root)}}
-  nbclient.NotebookClient(
-    notebook, timeout=600, kernel_name="python3", resources=place
-  ).execute()
+  # Through files: another process may take a port before the kernel has it, and
+  # then no message arrives.
+  with tempfile.TemporaryDirectory() as folder:
+    kernel = jupyter_client.AsyncKernelManager(
+      kernel_name="python3", transport="ipc", ip=f"{folder}/kernel"
+    )
+    place = {"metadata": {"path": str(root)}}
+    nbclient.NotebookClient(
+      notebook, kernel, timeout=600, resources=place
+    ).execute()
 
 
 if __name__ == "__main__":
