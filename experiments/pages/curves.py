@@ -79,12 +79,17 @@ def draw(panels: Panels) -> figure_lib.Figure | None:
       apart = differences(runs, schemes.get(losses.BASELINE, {}))
       if scheme != losses.BASELINE and apart:
         _lines(lower, apart, scheme)
-    grey = figures.style_of(losses.BASELINE)["color"]
-    lower.axhline(0.0, linewidth=0.8, color=grey)
+    last = lower if lower.lines else upper
+    if last is lower:
+      grey = figures.style_of(losses.BASELINE)["color"]
+      lower.axhline(0.0, linewidth=0.8, color=grey)
+    else:  # The baseline alone.
+      lower.set_visible(False)
+      upper.tick_params(labelbottom=True)
     # As much as fits, with dollar signs escaped.
     title = setting[: _TITLE_LETTERS // len(panels)]
     upper.set_title(title.replace("$", r"\$"))
-    lower.set_xlabel("million tokens")
+    last.set_xlabel("million tokens")
     for axes in (upper, lower):
       axes.xaxis.set_major_locator(ticker.MaxNLocator(3))
       figures.style(axes)
