@@ -12,7 +12,6 @@ from attnres_jax.config import model as model_lib
 
 # 256 byte values and one separator between documents.
 BYTE_VOCAB_SIZE = 257
-# The data source whose rows say which of their tokens count.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -431,7 +431,6 @@ class _HuggingFace(Vocabulary):
         if text not in known and self._tokenizer.token_to_id(text) is not None
       ]
     )
-    self._parsing = copy.deepcopy(self._tokenizer)
     self._tokenizer.encode_special_tokens = True
     ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
     self.size = max(ids, default=-1) + 1
@@ -441,6 +440,13 @@ class _HuggingFace(Vocabulary):
     mask = self._tokenizer.encode("a").special_tokens_mask
     ones = mask.index(0) if 0 in mask else 0
     self.opening = self._tokenizer.encode("a").ids[:ones]
+
+  @functools.cached_property
+  def _parsing(self) -> Any:
+    """The same, but special tokens written in a text are these tokens."""
+    parsing = copy.deepcopy(self._tokenizer)
+    parsing.encode_special_tokens = False
+    return parsing
 
   def id_of(self, text: str) -> int | None:
     return self._tokenizer.token_to_id(text)

@@ -7,8 +7,8 @@ r"""Imports a Hugging Face checkpoint: the folder of a run that can be trained.
   python -m attnres_jax.main --config=runs/llama/config.py --workdir=runs/tuned
 
 DIR has config.json, safetensors (one file, or several with an index) and
-tokenizer.json. Everything is checked before anything is
-written. With several devices, every leaf is sharded over them.
+tokenizer.json. Everything is checked before anything is written. With several
+devices, every leaf is sharded over them.
 """
 
 import argparse

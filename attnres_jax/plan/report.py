@@ -27,6 +27,7 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax.common import chips
+from attnres_jax.common import compiler
 from attnres_jax.common import sharding
 from attnres_jax.common import text_table
 from attnres_jax.inference import prepared
@@ -446,10 +447,7 @@ def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:
 
 def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:
   memory = compiled.memory_analysis()
-  # The compiler's own mark, kept below the memory of the chip. The size of all
-  # temporaries counts more than is alive at once: 18.7 GiB of a step with a
-  # scan over blocks, which the compiler accepts for a chip of 16.
-  peak = max(memory.peak_memory_in_bytes, memory.argument_size_in_bytes)
+  peak = compiler.tpu_peak_bytes(memory)
   return dict(
     fits=peak <= chip.hbm_bytes,
     temporary_bytes=memory.temp_size_in_bytes,

@@ -224,10 +224,10 @@ def _choose(
     if status not in state_lib.OPEN or tries[name] >= MAX_TRIES:
       continue
     with contextlib.suppress(config_lib.ConfigError):
-      folder_lib.read_run(folder, name)  # Damaged ones are left out.
       if claims.is_held(workdir):
         held = True
       else:
+        folder_lib.read_run(folder, name)  # Damaged ones are left out.
         return index
   return _WAIT if held and not late else _NONE_LEFT
 
