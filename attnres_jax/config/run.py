@@ -205,7 +205,9 @@ class TrainConfig(fields.Checked, prefix="train"):
       for new weights.
     log_every: steps between rows of train metrics.
     eval_every: steps between evaluations; 0 to evaluate at the end only.
-    eval_batches: batches of one evaluation, always the same.
+    eval_batches: batches of the evaluation at the end, always the same.
+    eval_sample: batches of an evaluation before the end, the first of
+      `eval_batches`; 0 for all of them.
     depth_every: steps between rows of the per-depth series; 0 for none.
     on_nan: whether a loss or gradient that is not finite ends the run (`stop`)
       or leaves the parameters unchanged and counts the step (`skip`).
@@ -224,6 +226,7 @@ class TrainConfig(fields.Checked, prefix="train"):
   log_every: fields.Size = 1
   eval_every: fields.Count = 100
   eval_batches: fields.Size = 8
+  eval_sample: fields.Count = 0
   depth_every: fields.Count = 50
   on_nan: Literal["stop", "skip"] = "stop"
   max_skipped_share: fields.Fraction = 0.5

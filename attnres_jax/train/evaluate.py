@@ -16,7 +16,6 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.models import loss
 
@@ -24,10 +23,10 @@ Batch = dict[str, np.ndarray]
 
 
 class Evaluator:
-  """Evaluates a model on the first `train.eval_batches` validation batches.
+  """Evaluates a model on the first `count` validation batches.
 
   Args:
-    config: of the run.
+    count: of batches.
     dataset: the validation split, as `data.open_dataset` returns it.
     mesh: batches are split over its devices.
     eval_step: (model, batch) -> dict(loss_sum, tokens), of
@@ -38,13 +37,13 @@ class Evaluator:
 
   def __init__(
     self,
-    config: config_lib.RunConfig,
+    count: int,
     dataset: Any,
     mesh: jax.sharding.Mesh,
     eval_step: Callable[[Any, dict[str, jax.Array]], dict[str, jax.Array]],
     separator_id: int | None,
   ):
-    self._batches = _first_batches(dataset, config.train.eval_batches)
+    self._batches = _first_batches(dataset, count)
     self._mesh = mesh
     self._eval_step = eval_step
     self._target_bytes = None

@@ -13,6 +13,7 @@ Read `train_and_evaluate` top down; the rest of the file is its helpers.
 
 from collections.abc import Callable
 import contextlib
+import functools
 import platform
 import time
 from typing import Any
@@ -162,9 +163,12 @@ def train_and_evaluate(
       writer.event(step, "started from", **facts)
     else:
       state = program.init_state()
-    evaluator = evaluate.Evaluator(
-      config, datasets["validation"], mesh, eval_step, separator_id
+    evaluator_of = functools.cache(
+      lambda count: evaluate.Evaluator(
+        count, datasets["validation"], mesh, eval_step, separator_id
+      )
     )
+    sample = config.train.eval_sample or config.train.eval_batches
     batches = _batches_from(datasets["train"], config, restored)
     stack.callback(batches.close)
     info = {
@@ -210,6 +214,9 @@ def train_and_evaluate(
             writer.write(step, "depth", **series, grad_norm_L=grad_norm_L)
         if last or _due(step, config.train.eval_every):
           log.drain()
+          evaluator = evaluator_of(
+            config.train.eval_batches if last else sample
+          )
           with log.paused():
             writer.write(
               step, "validation", **_evaluate(evaluator, state, config)

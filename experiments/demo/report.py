@@ -19,8 +19,10 @@ from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import metrics
 from experiments.demo import config
 from experiments.looks import run as looks
+from experiments.pages import curves
 from experiments.pages import page
 from experiments.pages import svg
 from experiments.pages import sweep
@@ -76,9 +78,47 @@ def _answer(
     )
   return page.fill(
     _BODY.read_text(encoding="utf-8"),
+    validation=_validation(folder, progress),
     gain=variants.more_steps(config.STUDY, rows),
     table=variants.answer(config.STUDY, rows),
     inside=inside,
+  )
+
+
+def _validation(
+  folder: epath.Path, progress: Sequence[monitor.Progress]
+) -> page.Html:
+  """Losses during the runs of full length, and how many tokens each reads."""
+  runs: dict[str, dict[int, curves.Series]] = {}
+  tokens = 0
+  for one in progress:
+    if one.run is None or "budget" in one.run.overrides:
+      continue
+    data_config = folder_lib.run_config(one.run).data
+    rows = metrics.read_rows(
+      folder / one.run.name, "validation", on_damage=lambda text: None
+    )
+    # The last one, at the end, reads the whole split.
+    sampled = [row for row in rows if row["tokens"] == rows[0]["tokens"]]
+    if not sampled:
+      continue
+    tokens = sampled[0]["tokens"]
+    per_step = data_config.batch_size * data_config.sequence_length
+    runs.setdefault(one.residual, {})[one.run.overrides["seed"]] = (
+      [row["step"] * per_step for row in sampled],
+      [row["loss"] for row in sampled],
+    )
+  figure = curves.draw({"Validation": runs}) if runs else None
+  if figure is None:
+    return page.Html("")
+  text = (
+    f"Losses on the same {tokens:,} tokens of the validation split during the"
+    " runs. The table has losses at the end, on the whole split."
+  )
+  return page.fill(
+    "<figure>{{ svg }}<figcaption>{{ text }}</figcaption></figure>\n",
+    svg=svg.to_svg(figure, "validation"),
+    text=text,
   )
 
 

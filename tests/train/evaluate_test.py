@@ -43,9 +43,6 @@ class _Dataset:
 
 
 def _evaluator(batches, separator_id=SEPARATOR, count=3):
-  config = config_lib.RunConfig(
-    train=config_lib.TrainConfig(eval_batches=count)
-  )
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=4))
 
   @jax.jit
@@ -58,7 +55,7 @@ def _evaluator(batches, separator_id=SEPARATOR, count=3):
 
   dataset = _Dataset(batches)
   return (
-    evaluate.Evaluator(config, dataset, mesh, eval_step, separator_id),
+    evaluate.Evaluator(count, dataset, mesh, eval_step, separator_id),
     dataset,
   )
 
@@ -127,7 +124,6 @@ def test_a_split_has_one_loss_in_batches_of_any_size(tmp_path):
     mesh = sharding.make_mesh(
       config_lib.MeshConfig(), devices=jax.devices()[:1]
     )
-    run = config_lib.RunConfig(train=config_lib.TrainConfig(eval_batches=10**6))
 
     def step(model, batch):
       examples = loss.Examples.of(batch)
@@ -135,7 +131,7 @@ def test_a_split_has_one_loss_in_batches_of_any_size(tmp_path):
       return dict(loss_sum=jnp.sum(nats), tokens=jnp.sum(examples.weights))
 
     evaluator = evaluate.Evaluator(
-      run, _Dataset(batches), mesh, step, SEPARATOR
+      10**6, _Dataset(batches), mesh, step, SEPARATOR
     )
     result = evaluator(jnp.float32(0.5))
     # All of the text, and where it ends.

@@ -440,6 +440,22 @@ def test_a_finished_run_is_lengthened(quick, tmp_path):
   assert longer["step"] == 7 == max(tiny_run.rows(tmp_path, "train"))
 
 
+def test_all_of_the_validation_split_is_read_at_the_end_only(quick, tmp_path):
+  fields = {"train.eval_every": 2, "train.eval_batches": 3}
+  for name, sample in (("all", 0), ("sample", 1)):
+    tiny_run.train_here(
+      tmp_path / name, quick | fields | {"train.eval_sample": sample}
+    )
+  whole, sampled = (
+    tiny_run.rows(tmp_path / name, "validation") for name in ("all", "sample")
+  )
+  *early, last = whole
+  assert early and whole.keys() == sampled.keys()
+  assert sampled[last]["loss"] == whole[last]["loss"]
+  for step in early:
+    assert sampled[step]["tokens"] < whole[step]["tokens"]
+
+
 def test_wsd_run_is_lengthened_before_its_decay(quick, tmp_path):
   """A checkpoint of the stable phase can be used by runs of several lengths."""
   fields = quick | {"optim.schedule": "wsd", "optim.decay_fraction": 0.25}

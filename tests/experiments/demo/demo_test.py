@@ -3,6 +3,7 @@
 
 import dataclasses
 import html.parser
+import json
 import re
 
 import numpy as np
@@ -48,6 +49,10 @@ def leave(folder):
     loss = LOSSES[run.overrides["variant"]] + 0.01 * run.overrides["seed"]
     part = run.overrides.get("budget", 1.0)
     tiny_sweep.leave(folder, run, loss * part**-0.1)
+    with (folder / run.name / "metrics.jsonl").open("a") as file:
+      for step, tokens in ((1, 64), (2, 64), (3, 640)):
+        row = {"split": "validation", "step": step, "tokens": tokens}
+        file.write(json.dumps(row | {"loss": loss + 1 / step}) + "\n")
   return runs
 
 
@@ -58,8 +63,10 @@ def test_page_is_one_well_formed_file_that_loads_nothing(tmp_path, monkeypatch):
   checker = _Checker()
   checker.feed(page)
   assert not checker.open_tags
-  # Curves, weights of two schemes and kinds of sublayers, two magnitudes.
-  assert checker.count["svg"] == 1 + 4 + 2
+  # Training, validation, weights of two schemes and kinds of sublayers, two
+  # magnitudes.
+  assert checker.count["svg"] == 2 + 4 + 2
+  assert "Losses on the same 64 tokens" in page
   assert not checker.loads
   assert len(checker.ids) == len(set(checker.ids)) > 0
   # A sample per scheme, of its first seed.
