@@ -206,7 +206,7 @@ class TrainConfig(fields.Checked, prefix="train"):
     log_every: steps between rows of train metrics.
     eval_every: steps between evaluations; 0 to evaluate at the end only.
     eval_batches: batches of the evaluation at the end, always the same.
-    eval_sample: batches of an evaluation before the end, the first of
+    eval_sample: batches of an evaluation before the end, if fewer than
       `eval_batches`; 0 for all of them.
     depth_every: steps between rows of the per-depth series; 0 for none.
     on_nan: whether a loss or gradient that is not finite ends the run (`stop`)

@@ -13,7 +13,6 @@ Read `train_and_evaluate` top down; the rest of the file is its helpers.
 
 from collections.abc import Callable
 import contextlib
-import functools
 import platform
 import time
 from typing import Any
@@ -163,12 +162,12 @@ def train_and_evaluate(
       writer.event(step, "started from", **facts)
     else:
       state = program.init_state()
-    evaluator_of = functools.cache(
-      lambda count: evaluate.Evaluator(
-        count, datasets["validation"], mesh, eval_step, separator_id
-      )
+    evaluator_of = lambda count: evaluate.Evaluator(
+      count, datasets["validation"], mesh, eval_step, separator_id
     )
-    sample = config.train.eval_sample or config.train.eval_batches
+    sample, whole = config.train.eval_sample, config.train.eval_batches
+    at_end = evaluator_of(whole)
+    before_end = evaluator_of(sample) if 0 < sample < whole else at_end
     batches = _batches_from(datasets["train"], config, restored)
     stack.callback(batches.close)
     info = {
@@ -214,9 +213,7 @@ def train_and_evaluate(
             writer.write(step, "depth", **series, grad_norm_L=grad_norm_L)
         if last or _due(step, config.train.eval_every):
           log.drain()
-          evaluator = evaluator_of(
-            config.train.eval_batches if last else sample
-          )
+          evaluator = at_end if last else before_end
           with log.paused():
             writer.write(
               step, "validation", **_evaluate(evaluator, state, config)

@@ -263,7 +263,7 @@ def test_no_number_makes_a_reader_large_or_slow(runs, tmp_path, sizes, every):
   _copy(runs.sweep, sweep)
   (run,) = [path.parent for path in sweep.glob("*/summary.json")]
   out = f"--out={tmp_path / 'out.csv'}"
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   cases = 0
   for number, case in enumerate(_sized(sweep, sizes)):
     if number % every:
@@ -279,10 +279,12 @@ def test_no_number_makes_a_reader_large_or_slow(runs, tmp_path, sizes, every):
         else []
       ),
     ):
-      start = time.process_time()
+      start, before = time.process_time(), peak()
       laws.outcome(command, *arguments, per_run=True)
       assert time.process_time() - start < 3, (case, arguments)
+      # Of each command, since all together grow: tensorstore 0.1.86 keeps a
+      # few kB of every array's `Spec.to_json`, however small its numbers.
+      grown = peak() - before
+      assert grown < 100_000, f"{grown} kB: {case}, {arguments}"
       cases += 1
-  grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
-  assert grown < 300_000, f"{grown} kB"
   print(cases, "commands")
