@@ -93,7 +93,7 @@ def resolve(
       " one: python -m attnres_jax.plan.search --config=... --topology=SLICE"
       " --save",
     )
-  return apply(config, _overrides(row))
+  return apply(config, overrides_of(row))
 
 
 def find(
@@ -126,7 +126,7 @@ def under_other_schemes(
     other = apply(config, {"model.residual.name": name})
     row = find(other, devices, path)
     if row is not None and name != config.model.residual.name:
-      return _overrides(row)
+      return overrides_of(row)
   return None
 
 
@@ -185,7 +185,8 @@ def config_hash(config: config_lib.RunConfig) -> str:
   return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _overrides(row: Mapping[str, str]) -> dict[str, Any]:
+def overrides_of(row: Mapping[str, str]) -> dict[str, Any]:
+  """The fields that a row of the file replaces."""
   fields = {name: row.get(column) for column, name in COLUMNS.items()}
   return {n: config_lib.parse_field(n, t) for n, t in fields.items() if t}
 

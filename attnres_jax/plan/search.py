@@ -21,7 +21,9 @@ runs with `optim.accumulate_steps=0` take it. With --sweep, every different step
 of a sweep is planned, except steps in the file: rerun the same command to
 resume. Where the file has a plan of the same network under another residual
 scheme, it is compiled first: schemes compare best on one mesh, with the same
-microbatches.
+microbatches. With --again, the plans in the file are compiled once more, except
+rows of this commit, jax and libtpu: the way to see what a change of the code or
+of the compiler does to their times.
 
 `mesh.tensor` stays as the config has it. Pipelines are not planned.
 
@@ -46,6 +48,7 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax.common import command_line
+from attnres_jax.common import environment
 from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import text_table
 from attnres_jax.models import residuals
@@ -161,6 +164,11 @@ def make_parser() -> command_line.Parser:
     action="store_true",
     help="add the fastest plan that fits to the file of --plans",
   )
+  add(
+    "--again",
+    action="store_true",
+    help="compile the plan in the file of --plans once more, and save it",
+  )
   add("--sweep", action="store_true", help="plan the sweep of the config file")
   add(
     "--only",
@@ -182,13 +190,20 @@ def _plan(options: argparse.Namespace) -> int:
     )
   if options.tries < 1:
     config_lib.fail_argument("--tries", options.tries, "a number above 0")
-  if options.save and options.num_slices > 1:
-    config_lib.fail_argument("--save", True, "a plan for one slice")
+  for name in ("save", "again"):
+    if getattr(options, name) and options.num_slices > 1:
+      config_lib.fail_argument(f"--{name}", True, "a plan for one slice")
   configs = asked(options)
   for config in configs:
     data.check(config, offline=True)
+  devices = topology.devices(slice_name, options.num_slices)
+  if options.again:
+    fits = [
+      _again(config, slice_name, row, options)
+      for config, row in _old(configs, options, devices)
+    ]
+    return 0 if all(fits) else 1
   if options.sweep:
-    devices = topology.devices(slice_name, options.num_slices)
     configs = _unplanned(configs, options, devices)
   fits = [_plan_one(config, slice_name, options) for config in configs]
   return 0 if all(fits) else 1
@@ -222,6 +237,54 @@ def _unplanned(
       yield config
 
 
+def _old(
+  configs: Sequence[config_lib.RunConfig],
+  options: argparse.Namespace,
+  devices: Sequence[Any],
+) -> Iterator[tuple[config_lib.RunConfig, Mapping[str, str]]]:
+  """Yields configs with the rows that other code or compilers have made."""
+  now = dict(commit=environment.commit(), jax=jax.__version__, libtpu=_libtpu())
+  for config in configs:
+    row = plans_lib.find(config, devices, options.plans)
+    if row is None and not options.sweep:
+      config_lib.fail_argument("--again", True, f"a plan in {options.plans}")
+    if row is not None and any(row[name] != now[name] for name in now):
+      print(f"{config.name}:", flush=True)
+      yield config, row
+
+
+def _again(
+  config: config_lib.RunConfig,
+  slice_name: str,
+  old: Mapping[str, str],
+  options: argparse.Namespace,
+) -> bool:
+  """Compiles the plan of a row once more; whether it fits."""
+  row = compiled(config, plans_lib.overrides_of(old), slice_name)
+  before = f"before: {old['step_seconds']} s (commit {old['commit']})"
+  print(f"\n{to_text([row])}\n{before}\n", flush=True)
+  if row["fits"]:
+    _save(config, slice_name, row, old["tries"], options)
+  return row["fits"]
+
+
+def _save(
+  config: config_lib.RunConfig,
+  slice_name: str,
+  row: Mapping[str, Any],
+  tries: int | str,
+  options: argparse.Namespace,
+) -> None:
+  facts = _facts(row) | dict(tries=tries, slice=slice_name, libtpu=_libtpu())
+  plans_lib.put(
+    config,
+    topology.devices(slice_name),
+    row["overrides"],
+    facts,
+    options.plans,
+  )
+
+
 def _plan_one(
   config: config_lib.RunConfig, slice_name: str, options: argparse.Namespace
 ) -> bool:
@@ -241,10 +304,7 @@ def _plan_one(
   print(f"\n{text}\n", flush=True)
   best = next((row for row in rows if row["fits"]), None)
   if options.save and best:
-    facts = _facts(best) | {"tries": len(rows)}
-    facts |= dict(slice=slice_name, libtpu=_libtpu())
-    overrides = best["overrides"]
-    plans_lib.put(config, devices, overrides, facts, options.plans)
+    _save(config, slice_name, best, len(rows), options)
   return best is not None
 
 

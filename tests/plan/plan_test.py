@@ -9,6 +9,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax.common import plans
 from attnres_jax.models import trunk
 from attnres_jax.plan import candidates
 from attnres_jax.plan import report
@@ -119,6 +120,38 @@ def test_a_compiled_plan(devices):
   assert "--config.mesh.data=2" in text and "chip-hours" in text
   misfit = row | dict(fits=False, step_seconds=None)
   assert "--config" not in plan_lib.to_text([misfit])
+
+
+def test_a_plan_is_compiled_again_as_it_is(devices, tmp_path, monkeypatch):
+  """Only if another commit, jax or libtpu has compiled it."""
+  file, tried = tmp_path / "plans.csv", []
+
+  def compiled(config, overrides, slice_name, num_slices=1):
+    tried.append(dict(overrides))
+    numbers = dict.fromkeys(
+      ("peak_bytes", "headroom_bytes", "step_seconds", "compute_seconds",
+       "memory_seconds", "link_seconds", "tokens_per_second", "hours",
+       "model_flop_utilisation", "chip_hours", "compile_seconds"),
+      float(len(tried)),
+    )  # fmt: skip
+    return dict(overrides=overrides, fits=True, bound="memory") | numbers
+
+  monkeypatch.setattr(plan_lib, "compiled", compiled)
+  args = ["--config=configs/lm.py:size=tiny", "--topology=v5e:2x2"]
+  args += ["--config.model.vocab_size=257", f"--plans={file}"]
+  now = {}
+  monkeypatch.setattr(plan_lib.environment, "commit", lambda: now["commit"])
+  for now["commit"], flags, runs in (
+    ("first", ["--save", "--tries=2"], 2), ("first", ["--again"], 0),
+    ("second", ["--again"], 1), ("second", ["--again"], 0),
+  ):  # fmt: skip
+    before = len(tried)
+    assert plan_lib.main([*args, *flags]) == 0
+    assert len(tried) - before == runs
+  (row,) = plans.rows(file)
+  assert tried[2] == tried[0] == plans.overrides_of(row)
+  assert (row["commit"], row["tries"]) == ("second", "2")
+  assert row["step_seconds"] == "3.000"
 
 
 @pytest.mark.slow
