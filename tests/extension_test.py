@@ -192,8 +192,8 @@ def test_a_pipeline_on_a_mesh_takes_the_plain_step():
 
 def test_compiles_for_a_slice_that_is_not_here():
   pytest.importorskip("libtpu", reason="libtpu is not installed")
+  from attnres_jax.common import topology
   from attnres_jax.plan import report
-  from attnres_jax.plan import topology
 
   config = _config(
     **{"mesh.data": 4, "mesh.fsdp": 2, "model.dtype": "bfloat16"}

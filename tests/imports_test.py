@@ -25,6 +25,16 @@ def test_packages_import_downwards():
   assert not upward, "\n".join(sorted(upward))
 
 
+def test_kernels_know_nothing_of_the_library():
+  """Their benchmarks share chips, rows and facts about machines with it."""
+  kernels, upward = ROOT.parent / "kernels", set()
+  for path in kernels.rglob("*.py"):
+    below = {"common"} if path.parent.name == "benchmarks" else set()
+    for name in _imported(path) - below:
+      upward.add(f"{path.relative_to(kernels)} imports {name}")
+  assert not upward, "\n".join(sorted(upward))
+
+
 def test_all_packages_have_a_floor():
   packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
   assert packages - {"configs"} == set(FLOORS)

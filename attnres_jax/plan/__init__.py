@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Compile any configuration for a TPU pod, on a machine without one.
 
-  topology      names of slices, and the properties of their devices
   hlo           reads a compiled program: loops, products, traffic, collectives
   attribution   which part of the network each of its instructions belongs to
   least         what each part has to compute and move, from shapes alone

@@ -28,8 +28,8 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.common import plans
+from attnres_jax.common import topology
 from attnres_jax.plan import report
-from attnres_jax.plan import topology
 
 # Keys of every report.
 _MARKS = ("fits",)

@@ -21,11 +21,11 @@ from attnres_jax import flops
 from attnres_jax.common import chips
 from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import sharding
+from attnres_jax.common import topology
 from attnres_jax.models import linear
 from attnres_jax.models import loss
 from attnres_jax.models import sublayer
 from attnres_jax.plan import report as report_lib
-from attnres_jax.plan import topology
 from attnres_jax.train import train_state
 
 _GIB = 2**30

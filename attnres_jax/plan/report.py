@@ -30,6 +30,7 @@ from attnres_jax.common import chips
 from attnres_jax.common import compiler
 from attnres_jax.common import sharding
 from attnres_jax.common import text_table
+from attnres_jax.common import topology
 from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
 from attnres_jax.pipeline import spmd
@@ -39,7 +40,6 @@ from attnres_jax.plan import hlo
 from attnres_jax.plan import least
 from attnres_jax.plan import lockstep
 from attnres_jax.plan import schedule
-from attnres_jax.plan import topology
 from attnres_jax.train import train_state
 
 _GIB = 2**30

@@ -99,7 +99,7 @@ def up_to_schedule(lower: Callable[..., Any], *args: Any) -> Schedule:
 
 def _lower_step(config: config_lib.RunConfig, *slices: Any) -> Any:
   from attnres_jax.common import sharding
-  from attnres_jax.plan import topology
+  from attnres_jax.common import topology
   from attnres_jax.train import train_state
 
   mesh = sharding.make_mesh(config.mesh, topology.devices(*slices))

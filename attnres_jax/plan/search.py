@@ -51,10 +51,10 @@ from attnres_jax.common import command_line
 from attnres_jax.common import environment
 from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import text_table
+from attnres_jax.common import topology
 from attnres_jax.models import residuals
 from attnres_jax.plan import candidates as candidates_lib
 from attnres_jax.plan import report as report_lib
-from attnres_jax.plan import topology
 from attnres_jax.scaling import grid
 from attnres_jax.train import account
 

@@ -15,7 +15,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import chips
 from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import text_table
-from attnres_jax.plan import topology
+from attnres_jax.common import topology
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.train import account

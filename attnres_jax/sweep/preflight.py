@@ -8,8 +8,8 @@ import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import plans as plans_lib
+from attnres_jax.common import topology
 from attnres_jax.plan import report
-from attnres_jax.plan import topology
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 

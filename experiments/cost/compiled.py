@@ -29,6 +29,7 @@ from attnres_jax.common import chips
 from attnres_jax.common import compiler
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
+from attnres_jax.common import topology
 from attnres_jax.inference import programs
 from attnres_jax.models import loss as loss_lib
 from attnres_jax.models import residuals
@@ -36,7 +37,6 @@ from attnres_jax.models.residuals import base
 from attnres_jax.plan import attribution
 from attnres_jax.plan import hlo
 from attnres_jax.plan import schedule
-from attnres_jax.plan import topology
 import attnres_kernels
 from experiments.cost import networks
 

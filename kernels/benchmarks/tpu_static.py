@@ -37,7 +37,7 @@ import numpy as np
 from attnres_jax.common import chips
 from attnres_jax.common import csv_rows
 from attnres_jax.common import environment
-from attnres_jax.plan import topology as topology_lib
+from attnres_jax.common import topology as topology_lib
 from attnres_kernels import dispatch
 from attnres_kernels import problems
 from attnres_kernels.depth_attention import shapes

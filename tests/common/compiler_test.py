@@ -13,7 +13,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import compiler
-from attnres_jax.plan import topology
+from attnres_jax.common import topology
 
 
 def _options(kind, *given):

@@ -14,7 +14,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
-from attnres_jax.plan import topology
+from attnres_jax.common import topology
 
 
 def test_all_devices_or_the_first_few():

@@ -8,10 +8,10 @@ import pytest
 
 from attnres_jax import main
 from attnres_jax.common import command_line
+from attnres_jax.common import topology
 from attnres_jax.flops import __main__ as flops_main
 from attnres_jax.plan import __main__ as plan_main
 from attnres_jax.plan import report as aot_report
-from attnres_jax.plan import topology
 from attnres_jax.train import loop
 from tests import tiny_run
 from tests.fuzz import laws

@@ -13,9 +13,9 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import optimizer
 from attnres_jax.common import sharding
+from attnres_jax.common import topology
 from attnres_jax.models import moe
 from attnres_jax.plan import hlo
-from attnres_jax.plan import topology
 from tests import jaxprs
 from tests import tiny_network
 from tests.models import cores

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from attnres_jax.common import sharding
+from attnres_jax.common import topology
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.plan import hlo
-from attnres_jax.plan import topology
 from attnres_jax.train import train_state
 from tests import jaxprs
 from tests import tiny_network

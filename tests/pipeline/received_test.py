@@ -3,9 +3,9 @@
 
 import pytest
 
+from attnres_jax.common import topology
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import transport
-from attnres_jax.plan import topology
 from tests.pipeline import labels
 
 RULES = layout_lib.RULES

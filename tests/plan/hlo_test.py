@@ -11,8 +11,8 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
+from attnres_jax.common import topology
 from attnres_jax.plan import hlo
-from attnres_jax.plan import topology
 
 # A loop of five trips around a product of [4, 6] and [6, 8] in a fusion, and a
 # reduction over pairs of partitions; after it, one product without a loop.

@@ -10,11 +10,11 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import plans
+from attnres_jax.common import topology
 from attnres_jax.models import trunk
 from attnres_jax.plan import candidates
 from attnres_jax.plan import report
 from attnres_jax.plan import search as plan_lib
-from attnres_jax.plan import topology
 from tests.plan import small
 
 pytestmark = pytest.mark.needs("libtpu")

@@ -10,8 +10,8 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax.common import chips
+from attnres_jax.common import topology
 from attnres_jax.plan import report
-from attnres_jax.plan import topology
 from tests.plan import small
 
 pytestmark = pytest.mark.needs("libtpu")

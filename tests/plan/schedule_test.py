@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import topology
 from attnres_jax.plan import report
 from attnres_jax.plan import schedule
-from attnres_jax.plan import topology
 
 pytestmark = [pytest.mark.needs("libtpu"), pytest.mark.slow]
 

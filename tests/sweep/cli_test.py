@@ -3,8 +3,8 @@
 
 import pytest
 
+from attnres_jax.common import topology
 from attnres_jax.plan import report
-from attnres_jax.plan import topology
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 
-from attnres_jax.plan import topology
+from attnres_jax.common import topology
 from attnres_jax.sweep.launchers import settings
 
 # By prefix of the name: the node label of Google Kubernetes Engine, the

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnres_jax.plan import topology
+from attnres_jax.common import topology
 from attnres_kernels import problems
 from experiments.cost import compiled as compiled_lib
 from experiments.cost import networks

@@ -8,8 +8,8 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
+from attnres_jax.common import topology
 from attnres_jax.models.mixers import causal_attention
-from attnres_jax.plan import topology
 from attnres_kernels import dispatch
 from tests import jaxprs
 from tests import tiny_network

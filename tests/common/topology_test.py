@@ -7,8 +7,8 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
+from attnres_jax.common import topology
 from attnres_jax.plan import hlo
-from attnres_jax.plan import topology
 
 P = jax.sharding.PartitionSpec
 
