@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of a run: a locked ConfigDict, then frozen dataclasses.
 
-The room exceeds its budget of 1,250 lines: a third are docstrings of fields,
-which --help_config prints, and each field has one-line errors of its own.
+The room exceeds its budget of 1,250 lines: almost a third are docstrings, from
+which --help_config describes fields, and each field has one-line errors.
 
 A file in `configs/` returns a `ConfigDict` (`get_config(arg)`), users override
 fields on the command line, and `build_run_config` converts the result into a

@@ -23,6 +23,9 @@ matrix, rows|columns, or a stack of matrices, stack|rows|columns; without a bar,
 it is an array of vectors along its last axis. This determines how a mesh shards
 it (`attnres_jax.common.sharding`) and how it is trained
 (`attnres_jax.optimizer`).
+
+The room exceeds its budget of 9,700 lines by `trunk`, which runs blocks one by
+one, sublayers of a block in a scan, or all blocks in one scan.
 """
 
 from attnres_jax.models.transformer import Transformer

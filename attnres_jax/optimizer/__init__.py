@@ -23,7 +23,8 @@ The rules follow Moonlight (arXiv:2502.16982) unless marked as our choice:
                                                norms, decay or optimiser
   everything but adapters, if there are any    not trained; no moments
 
-`groups` freezes some of them, or gives them other rates.
+The room exceeds its budget of 600 lines by `groups`: an upcycled network may
+freeze its trained parameters, or train its new ones at other rates.
 """
 
 from collections.abc import Callable, Mapping

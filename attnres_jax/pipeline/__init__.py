@@ -9,5 +9,6 @@ The program that executes it: `transport` sends, `stage` computes a chunk
 forward and backward, `placement` brings parameters to their ranks, and `spmd`
 is the loop over ticks. `config.mesh.stage` and `config.pipeline` turn it on.
 
-The room exceeds its budget by its drawings, and by sends that hide behind work.
+The room exceeds its budget of 2,000 lines by the command that draws a pipeline
+as text, and by sends that hide behind work.
 """
