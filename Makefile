@@ -24,7 +24,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 .PHONY: help demo sweep pod test test-slow lint format notebooks clean
 
 help:
-	@echo "make demo       train four residual schemes side by side (about 15"
+	@echo "make demo       train four residual schemes side by side (about 20"
 	@echo "                minutes on 2 cores) and write runs/demo/report.html"
 	@echo "make sweep      scaling laws of three schemes (half an hour on 2 cores;"
 	@echo "                stop and rerun it at any time); updates"

@@ -117,6 +117,8 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   with _every_minute(lambda: _write_report(experiment, folder)):
     result = launcher.launch(selected, folder, told)
   launched = {run.name for run in selected}
+  # Some experiments look into every network, which may take minutes.
+  print("drawing the report", flush=True)
   progress, path = _write_report(experiment, folder)
   print(f"report: {path}")
   # No launcher starts these.

@@ -40,7 +40,7 @@ class Look(NamedTuple):
   Attributes:
     depth_weights: of a scheme that attends over depth, else None.
     magnitudes: of one batch.
-    text: continues the prompt.
+    text: continues the prompt; of a scheme's first seed, as are the weights.
   """
 
   depth_weights: analysis.DepthWeights | None
@@ -68,8 +68,8 @@ def _answer(
     looks_of: dict[str, list[Look]] = {}
     for one in progress:
       if one.run is not None and "budget" not in one.run.overrides:
-        found = look(folder, one.run)
-        looks_of.setdefault(one.residual, []).append(found)
+        known = looks_of.setdefault(one.residual, [])
+        known.append(look(folder, one.run, first=not known))
     inside = page.fill(
       _INSIDE.read_text(encoding="utf-8"),
       depth_figure=_depth(looks_of),
@@ -122,10 +122,16 @@ def _validation(
   )
 
 
-def look(folder: epath.Path, run: grid.Run) -> Look:
-  """Loads the last checkpoint of a run and looks into its network."""
+def look(folder: epath.Path, run: grid.Run, first: bool) -> Look:
+  """Loads the last checkpoint of a run and looks into its network.
+
+  Only the first seed of a scheme attends for the page and writes.
+  """
   network = looks.load("", 0, folder / run.name)
   model, tokens_BT = network.model, network.tokens_BT[:_BATCH]
+  magnitudes = analysis.magnitudes(model, tokens_BT)
+  if not first:
+    return Look(None, magnitudes, "")
   weights = None
   if model.residual.source_labels() is not None:
     weights = analysis.depth_weights(model, tokens_BT[:, :-1])
@@ -135,7 +141,7 @@ def look(folder: epath.Path, run: grid.Run) -> Look:
     _PROMPT,
     num_tokens=_SAMPLE_TOKENS,
   )
-  return Look(weights, analysis.magnitudes(model, tokens_BT), text)
+  return Look(weights, magnitudes, text)
 
 
 def _depth(looks_of: Mapping[str, Sequence[Look]]) -> page.Html:

@@ -105,8 +105,8 @@ def answer(study: Study, rows: Sequence[Row]) -> page.Html:
   return page.fill(
     "<h2>Losses</h2>\n{{ table }}\n<p class=note>Validation loss in nats per"
     " token after the last step, the mean over seeds. Differences are taken"
-    " seed by seed, with their 90 % interval. The effective speed-up is the"
-    " training that PreNorm needs for the same loss.</p>",
+    " seed by seed, with their 90 % interval. The effective speed-up is how"
+    " many times the FLOPs PreNorm needs for the same loss.</p>",
     table=table(study, with_shared(study, rows)).html()
     if rows
     else "No run is done yet.",

@@ -24,7 +24,7 @@ SPEC = "experiments/demo/config.py"
 LOSSES = {"prenorm": 1.5, "rescaled": 1.5, "full": 1.4, "block": 1.42}
 
 
-def make_look(folder, run):
+def make_look(folder, run, first=True):
   weights = None
   if run.overrides["variant"] in ("full", "block"):
     rows = np.array([[1, np.nan, np.nan], [0.25, 0.75, np.nan]])
@@ -39,7 +39,8 @@ def make_look(folder, run):
       output_entropy=0.7,
     )
   magnitudes = analysis.Magnitudes(*[np.array([0.1, 0.4])] * 5, loss=1.5)
-  return report.Look(weights, magnitudes, f"<b>{run.name}</b>\n")
+  text = f"<b>{run.name}</b>\n" if first else "not the first"
+  return report.Look(weights, magnitudes, text)
 
 
 def leave(folder):
@@ -71,6 +72,7 @@ def test_page_is_one_well_formed_file_that_loads_nothing(tmp_path, monkeypatch):
   assert len(checker.ids) == len(set(checker.ids)) > 0
   # A sample per scheme, of its first seed.
   assert page.count("&lt;b&gt;") == 4 and runs[0].name in page
+  assert "not the first" not in page
   assert "\N{MINUS SIGN}0.0800 \N{PLUS-MINUS SIGN} 0.0000" in page
   # ln(1.5 / 1.42) over the slope of 0.1 is how much more PreNorm needs.
   needed = (1.5 / 1.42) ** 10 - 1
