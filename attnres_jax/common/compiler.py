@@ -13,6 +13,7 @@ tokens per device in one microbatch). On eight v5e, it moved 576 instead of 225.
 
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from attnres_jax import config as config_lib
@@ -53,27 +54,31 @@ def options(config: config_lib.RunConfig, mesh: Mesh) -> dict[str, str]:
   return ours | {name: value for name, _, value in theirs}
 
 
-def peak_bytes(memory: Any) -> int:
-  """Bytes that are enough for a device to run a program, without its code.
+def peak_bytes(compiled: Any) -> int | None:
+  """Bytes of memory that are enough for a device to run a program.
 
-  Arguments, results that replace no argument, and everything in between, which
-  on TPUs is more than what is alive at once: see `tpu_peak_bytes`.
+  Without its code: arguments, results that replace no argument, and
+  temporaries. Some temporaries are never alive together, which the compiler for
+  TPUs counts in its mark. A step with a scan over blocks adds up to 19.6 GiB,
+  and the compiler accepts it for a chip of 16 with a mark of 12.5. The mark
+  also counts arrays on the core. So the smaller of the two is enough.
+
+  For CPUs and GPUs, XLA takes the mark from the entry computation, without the
+  temporaries of its loops. There the sum counts.
 
   Args:
-    memory: of `compiled.memory_analysis()`.
+    compiled: of `jax.stages.Lowered.compile`, with at least one argument.
+
+  Returns:
+    None if the backend gives no account.
   """
+  memory = compiled.memory_analysis()
+  if memory is None:
+    return None
+  arguments = memory.argument_size_in_bytes
   new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-  return memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
-
-
-def tpu_peak_bytes(memory: Any) -> int:
-  """The compiler's own mark, which it keeps below the memory of a TPU.
-
-  `peak_bytes` may be above that memory: 19.6 GiB for a step with a scan over
-  blocks, which the compiler accepts for a chip of 16 with a mark of 12.5.
-  Backends for CPUs leave temporaries out of the mark.
-
-  Args:
-    memory: of `compiled.memory_analysis()`.
-  """
-  return max(memory.peak_memory_in_bytes, memory.argument_size_in_bytes)
+  total = arguments + new + memory.temp_size_in_bytes
+  sharding = jax.tree.leaves(compiled.input_shardings)[0]
+  if any(device.platform == "tpu" for device in sharding.device_set):
+    return min(total, max(memory.peak_memory_in_bytes, arguments))
+  return total

@@ -446,11 +446,10 @@ def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:
 
 
 def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:
-  memory = compiled.memory_analysis()
-  peak = compiler.tpu_peak_bytes(memory)
+  peak = compiler.peak_bytes(compiled)
   return dict(
     fits=peak <= chip.hbm_bytes,
-    temporary_bytes=memory.temp_size_in_bytes,
+    temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     peak_bytes=peak,
     headroom_bytes=chip.hbm_bytes - peak,
   )

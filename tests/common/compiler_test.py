@@ -74,9 +74,28 @@ def test_peak_holds_arguments_results_and_what_is_between():
 
   def peak(**options):
     compiled = jax.jit(program, **options).lower(x, x).compile()
-    return compiler.peak_bytes(compiled.memory_analysis())
+    return compiler.peak_bytes(compiled)
 
   array = 4 * 256**2
   # Two arguments, two results, and the product between.
   assert 5 * array <= peak() < 5.5 * array
   assert peak() - peak(donate_argnums=0) == array
+
+
+@pytest.mark.parametrize(
+  "platform,mark,peak",
+  [("tpu", 12, 12), ("tpu", 25, 19), ("tpu", 0, 8), ("gpu", 12, 19),
+   ("cpu", 12, 19)],
+)  # fmt: skip
+def test_the_mark_of_the_compiler_counts_on_tpus(platform, mark, peak):
+  """Unless it counts arrays on the core, or nothing."""
+  memory = types.SimpleNamespace(
+    argument_size_in_bytes=8, output_size_in_bytes=9, alias_size_in_bytes=8,
+    temp_size_in_bytes=10, peak_memory_in_bytes=mark,
+  )  # fmt: skip
+  device = types.SimpleNamespace(platform=platform)
+  compiled = types.SimpleNamespace(
+    memory_analysis=lambda: memory,
+    input_shardings=types.SimpleNamespace(device_set=[device]),
+  )
+  assert compiler.peak_bytes(compiled) == peak

@@ -95,6 +95,8 @@ def test_training_loop_dispatches_before_it_fetches(tmp_path, monkeypatch):
         compiled = step.lower(*shapes).compile()
 
         class Compiled:
+          input_shardings = compiled.input_shardings
+
           def compile(self):
             return self
 
