@@ -3,7 +3,8 @@
 
 `step` is the gradient of a transformer's loss, `identity` both passes of a
 stack whose sublayers cost nothing, so that only the residual scheme and the
-norms do; `decode` and `prefill` are the engine's programs.
+norms do; `decode` and `prefill` are the engine's programs; `experts` is a
+sublayer of a planned run.
 
 GB is what the instructions of the compiled program read from and write to
 memory. An update in place counts its new part only, weights of a layer that are
@@ -38,6 +39,7 @@ from attnres_jax.plan import attribution
 from attnres_jax.plan import hlo
 from attnres_jax.plan import schedule
 import attnres_kernels
+from experiments.cost import experts
 from experiments.cost import networks
 
 TOPOLOGY = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -52,8 +54,8 @@ class Case(NamedTuple):
   """A program to compile.
 
   Attributes:
-    program: "step", "identity", "decode" or "prefill".
-    place: a chip, or a slice whose devices share a prompt.
+    program: "step", "identity", "decode", "prefill" or "experts".
+    place: a chip, or a slice whose devices share a prompt or train.
     network: of `networks.load`.
     arm: of the network.
     batch: rows.
@@ -96,7 +98,10 @@ def measure(case: Case) -> dict[str, Any]:
     "temporary_GB": f"{temporary / 1e9:.3f}",
   }
   if len(devices) > 1:
-    row["collectives"] = _collectives(program)
+    sent = sum(one.count * one.sent_bytes for one in program.collectives())
+    row |= {
+      "collectives": _collectives(program), "sent_GB": f"{sent / 1e9:.4g}"
+    }  # fmt: skip
   return row
 
 
@@ -105,7 +110,8 @@ def count(case: Case) -> dict[str, Any]:
   found = schedule.up_to_schedule(_lower, case)
   if found.reason:
     return {"peak_GiB": "does not fit"}
-  return {"GB": f"{hlo.Program(found.text).hbm_bytes() / 1e9:.5g}"}
+  nbytes = hlo.Program(found.text).hbm_bytes()
+  return _least(case) | {"GB": f"{nbytes / 1e9:.5g}"}
 
 
 def _lower(case: Case) -> Any:
@@ -120,6 +126,9 @@ def trace(case: Case) -> tuple[Any, list[Any]]:
   devices = list(topology.devices(slice_name))
   if case.place in TOPOLOGY:
     devices = devices[:1]
+  if case.program == "experts":
+    config = experts.planned(network, devices)
+    return experts.trace(config, devices), devices
   if case.program in ("decode", "prefill"):
     sizes = config_lib.MeshConfig(data=1, tensor=len(devices))
     mesh = sharding.make_mesh(sizes, devices)
@@ -274,7 +283,13 @@ def _operand_bytes(program: hlo.Program, instruction: hlo.Instruction) -> float:
 
 
 def _least(case: Case) -> dict[str, Any]:
-  """Of serving: weights once with the cache, or the blocks of a prompt."""
+  """What is known by arithmetic.
+
+  Of serving: weights once with the cache, or the blocks of a prompt.
+  """
+  if case.program == "experts":
+    network, devices = networks.load(case.network), topology.devices(case.place)
+    return dict(experts.known(experts.planned(network, devices)))
   if case.program not in ("decode", "prefill"):
     return {}
   network = networks.load(case.network)

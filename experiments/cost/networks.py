@@ -24,11 +24,15 @@ _Model = config_lib.ModelConfig
 
 
 class Network(NamedTuple):
-  """A network without its residual scheme, and a batch for it."""
+  """A network without its residual scheme, and a batch for it.
+
+  One of a config file has its `run`.
+  """
 
   model: config_lib.ModelConfig
   batch: int = 1
   tokens: int = 1
+  run: config_lib.RunConfig = config_lib.RunConfig()
 
 
 def _of(spec: str, batch: int = 0, **fields: Any) -> Network:
@@ -37,7 +41,8 @@ def _of(spec: str, batch: int = 0, **fields: Any) -> Network:
     spec, {f"model.{name}": value for name, value in fields.items()}
   )
   data = config.data
-  return Network(config.model, batch or data.batch_size, data.sequence_length)
+  rows = batch or data.batch_size
+  return Network(config.model, rows, data.sequence_length, config)
 
 
 def _dense(
@@ -57,6 +62,7 @@ def _dense(
   return Network(_Model(width=width, num_layers=layers, **known), batch, tokens)
 
 
+_BLOCK = ",residual=block_attnres"
 NETWORKS: Mapping[str, Callable[[], Network]] = {
   "demo": functools.partial(_of, "configs/lm.py:size=tiny"),
   "large": functools.partial(
@@ -86,6 +92,18 @@ NETWORKS: Mapping[str, Callable[[], Network]] = {
   # The first layers of the 48B network have all kinds of its sublayers.
   "48b": functools.partial(
     _of, "configs/kimi_linear.py:size=48b", 1, num_layers=4
+  ),
+  # Training runs that have plans, of which `experts` takes a sublayer.
+  **{
+    size: functools.partial(
+      _of, f"configs/scaling.py:scale=paper,planned,size={size}" + _BLOCK
+    )
+    for size in ("194m", "436m")
+  },
+  "48b_pod": functools.partial(_of, "configs/kimi_linear.py:size=48b" + _BLOCK),
+  "experts_here": functools.partial(
+    _dense, 256, 1, 1, 1, 2048, dtype="float32",
+    moe=config_lib.MoeConfig(num_experts=64, expert_width=128),
   ),
 }  # fmt: skip
 

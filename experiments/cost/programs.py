@@ -19,6 +19,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.train import train_state
 from experiments import measure as measure_lib
+from experiments.cost import experts as experts_lib
 from experiments.cost import networks
 
 Calls = dict[str, Callable[[], Any] | measure_lib.Seconds]
@@ -126,6 +127,18 @@ def prefill(network: networks.Network, arm: str) -> Calls:
 
   tokens_BT = _tokens(network, rows, tokens)
   return {"prefill": functools.partial(first_token, net, tokens_BT)}
+
+
+def experts(network: networks.Network, arm: str) -> Calls:
+  """Both passes of a sublayer of experts; the arm does not matter."""
+  del arm
+  shape = network.batch, network.tokens, network.model.width
+  x_BTD, dy_BTD = jax.random.normal(
+    jax.random.key(0), (2, *shape), network.model.dtype
+  )
+  module = experts_lib.module_of(network.model)
+  both = jax.jit(experts_lib.both_passes)
+  return {"experts": functools.partial(both, module, x_BTD, dy_BTD)}
 
 
 def _tokens(network: networks.Network, rows: int, tokens: int) -> jax.Array:

@@ -16,7 +16,8 @@ KEYS = (
 COLUMNS = (
   *KEYS, "baseline", "ratio", "ratio_min", "ratio_max", "cpu_ratio", "seconds",
   "cpu_seconds", "GB", "least_GB", "ms", "depth_ms", "peak_GiB",
-  "temporary_GB", "blocks_GB", "collectives", "printed", "reads", "writes",
+  "temporary_GB", "blocks_GB", "collectives", "sent_GB", "fused_GB", "mesh",
+  "device_tokens", "printed", "reads", "writes",
   "hardware", "system", "python", "jax", "flax", "libtpu", "commit", "date",
 )  # fmt: skip
 _PLACE = tuple(name for name in KEYS if name != "arm")
@@ -174,6 +175,27 @@ def prompts(rows: Sequence[Row]) -> str:
   return readme_lib.with_origin(readme_lib.table(header, lines), shown)
 
 
+def experts(rows: Sequence[Row]) -> str:
+  """Routed experts: what a device moves over both minima, and sends."""
+  shown = [row for row in rows if row["program"] == "experts"]
+  lines = [
+    [
+      describe(row["network"]), row["place"], row["mesh"],
+      row["device_tokens"] or str(int(row["batch"]) * int(row["tokens"])),
+      row["ms"] or f"{float(row['seconds']) * 1e3:.0f}",
+      row["GB"], _times(row, "least_GB"), _times(row, "fused_GB"),
+      row["sent_GB"], row["peak_GiB"],
+    ]
+    for row in shown
+  ]  # fmt: skip
+  header = (
+    "network", "chips", "data x fsdp x expert", "tokens of a device", "ms",
+    "GB", "least GB (ratio)", "fused, least GB (ratio)", "GB sent",
+    "peak, GiB",
+  )  # fmt: skip
+  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+
+
 def vectors(rows: Sequence[Row]) -> str:
   """What a token reads and writes per sublayer, beside the paper's Table 1."""
   shown = [row for row in rows if row["place"] == _COUNTED]
@@ -216,7 +238,7 @@ _TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
   }),
   "compiled_steps": functools.partial(compiled, programs=("step",)),
   "served": functools.partial(compiled, programs=("decode", "prefill")),
-  "prompts": prompts, "vectors": vectors,
+  "prompts": prompts, "experts": experts, "vectors": vectors,
 }  # fmt: skip
 _ROOT = "../.."
 PLACES = [
@@ -268,6 +290,13 @@ def _over(row: Row, base: Row | None, name: str) -> str:
   if base is None or base is row or not base[name]:
     return text
   return f"{text} ({value / float(base[name]):.3f})"
+
+
+def _times(row: Row, least: str) -> str:
+  """A minimum, and what is moved over it."""
+  if not row[least]:
+    return ""
+  return f"{float(row[least]):.2f} ({float(row['GB']) / float(row[least]):.2f})"
 
 
 def _depth_share(row: Row) -> float:

@@ -4,6 +4,7 @@ r"""What residual schemes cost: timed here, or compiled for chips elsewhere.
   python -m experiments.cost.run step
   python -m experiments.cost.run step --chips=v5p,v6e --networks=d1024,d2048
   python -m experiments.cost.run decode --chips=v5e --batch=1,8,64
+  python -m experiments.cost.run experts --chips=v5p-32,v6e-16
 
 Without --chips, all arms are compiled first and then run in turn, round after
 round, in one process on the same tokens. A ratio is an arm's time over that of
@@ -77,6 +78,7 @@ HERE = {
     ("served_here",),
     ((1, 2048),),
   ),
+  "experts": (("prenorm",), ("experts_here",), _OWN),
 }  # fmt: skip
 # The same, compiled for chips.
 COMPILED = {
@@ -92,6 +94,7 @@ COMPILED = {
     tuple(itertools.product((1, 8, 64), (1024, 32768))),
   ),
   "prefill": (_SERVED, ("served",), ((1, 4096),)),
+  "experts": (("block_attnres",), ("194m", "436m"), _OWN),
 }
 # Sublayers and those of a block (or of a segment of Full) in Table 1's sense.
 DEPTHS = {
@@ -106,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = command_line.Parser("python -m experiments.cost.run", __doc__)
   add = parser.add_argument
   add("what", choices=sorted({*HERE, *COMPILED, "vectors"}))
-  add("--chips", default="", help="v5e, v5p, v6e, or a slice such as v5p:2x2x2")
+  add("--chips", default="", help="v5e, v5p, v6e, or slices such as v5p:2x2x2")
   add(
     "--networks", default="", help="of experiments.cost.networks, or a config"
   )

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of costs: their baselines, and the command that makes them."""
 
+import types
+
 import pytest
 
+from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
+from attnres_jax.common import plans
 from experiments import measure
+from experiments.cost import experts
 from experiments.cost import networks
 from experiments.cost import report
 from experiments.cost import run
@@ -123,13 +128,44 @@ def test_aims_are_of_steps_with_an_estimate():
   assert "d=1024, 24 sublayers, v5e | ms | 20.00 | 20.20 (1.010)" in lines[0]
 
 
+def test_experts_over_what_they_need():
+  """The minima of dev/LOG.md, "four ways to bring experts their tokens"."""
+  network = networks.load("194m")
+  plan = {"mesh.data": 2, "mesh.expert": 8, "optim.accumulate_steps": 3}
+  known = experts.known(plans.apply(network.run, plan))
+  assert known["device_tokens"] == 32_768 and known["batch"] == 64
+  # 3.3 (34 D + 48 F) numbers of two bytes.
+  least = 3.3 * (34 * 896 + 48 * 400) * 2 * 32_768 / 1e9
+  assert float(known["least_GB"]) == pytest.approx(least, rel=1e-4)
+  assert least == pytest.approx(10.74, abs=0.01)
+  row = _compiled(
+    "block_attnres", 64, 25.29, 20.0, program="experts", network="194m",
+    sent_GB=1.95,
+  ) | {name: str(value) for name, value in known.items()}  # fmt: skip
+  here = _compiled("prenorm", 1, "", "", program="experts", place="here",
+                   network="tiny", tokens=16, least_GB="", seconds=0.0315,
+                   peak_GiB="")  # fmt: skip
+  lines = report._TABLES["experts"]([row, here]).splitlines()[2:4]
+  cells = "| 2 x 1 x 8 | 32768 | 20.0 | 25.29 | 10.74 (2.35) | 6.59 (3.84) |"
+  assert f"{cells} 1.95 | 3.0 |" in lines[0]
+  assert "| here |  | 16 | 32 |" in lines[1]
+
+
+def test_experts_need_a_plan():
+  devices = [types.SimpleNamespace(device_kind="TPU v5", slice_index=0)] * 3
+  with pytest.raises(config_lib.ConfigError, match="--networks: got"):
+    experts.planned(networks.load("194m"), devices)
+
+
 def test_the_command_times_programs(tmp_path, capsys):
   out = tmp_path / "rows.csv"
   common = ["--networks=tiny", "--rounds=1", f"--out={out}"]
   arms = "--arms=prenorm;block_attnres heads=2"
   assert run.main(["step", *common, arms]) == 0
   assert run.main(["decode", *common, arms, "--batch=1", "--tokens=8"]) == 0
-  rows = csv_rows.read(out)
+  assert run.main(["experts", "--tokens=16", f"--out={out}"]) == 0
+  *rows, of_experts = csv_rows.read(out)
+  assert of_experts["program"] == "experts" and of_experts["seconds"]
   programs = ("compile", "forward", "forward_backward", "decode", "recompute")
   assert sorted(row["program"] for row in rows) == sorted(2 * programs)
   assert all(float(row["seconds"]) > 0 for row in rows)
