@@ -2,6 +2,8 @@
 """A network that is written reads as the same network, or is refused."""
 
 import dataclasses
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +64,7 @@ def _changed(base):
         pass  # No network has this value.
 
 
+@functools.cache
 def _program(config):
   """The computation of a network, as text without variables' sources."""
   network = jax.eval_shape(lambda: models.build_model(config))
@@ -82,22 +85,22 @@ def _is_same(found, config):
 
 
 @pytest.mark.parametrize(
-  "name",
+  "name,every",
   [
-    "attnres",
+    ("attnres", 5),
     *(
-      pytest.param(name, marks=pytest.mark.slow)
+      pytest.param(name, 1, marks=pytest.mark.slow)
       for name in families.FAMILIES
-      if name != "attnres"
     ),
   ],
 )
-def test_every_field_comes_back_or_is_refused(name):
+def test_every_field_comes_back_or_is_refused(name, every):
+  """By default, every fifth change of our own exports."""
   family, base = families.FAMILIES[name], _base(name)
   start = {"model_type": name}
   assert _is_same(families.read_config(start | family.write_config(base)), base)
   counts = {"written": 0, "refused": 0}
-  for field, config in _changed(base):
+  for field, config in itertools.islice(_changed(base), 0, None, every):
     try:
       values = family.write_config(config)
     except config_lib.ConfigError:
