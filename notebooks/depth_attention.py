@@ -73,9 +73,8 @@ with colab.figure(6, 2.6, xlabel="layer", ylabel="largest share") as axes:
 #
 # Four tokens, vectors of eight numbers, six layers. Embeddings have length 1,
 # and every layer returns a vector of length 0.4. `size` is the number of layers
-# in a block. With `size=1`, a block is one output: this is Full AttnRes. All
-# layers attend, not only the first of a block, and the running sum of a block
-# starts from zero.
+# in a block; `size=1` is Full AttnRes. All layers attend, not only the first of
+# a block, and the running sum of a block starts from zero.
 
 # %%
 words = ["The", "cat", "sat", "down"]
@@ -196,8 +195,7 @@ colab.play(
 # ### Change depth and block size
 #
 # A row is a layer, a column an output. Outputs of one block share one weight, so
-# larger blocks make coarser columns and fewer sources. With one block for the
-# whole depth, two sources are left: the embedding and the sum.
+# larger blocks make coarser columns and fewer sources.
 
 
 # %%
@@ -308,10 +306,3 @@ def knock_out(text, read, source):
 
 
 colab.play(knock_out, text=TEXT, read=(2, 1, 9), source=(0, 0, 8))
-
-# %% [markdown]
-# ## Next
-#
-# `attnres_jax.analysis.source_removal` measures every (read, source) pair on
-# validation text. [One page](https://github.com/attnres-jax/attnres-jax/tree/main/experiments/residual_zoo)
-# shows all residual schemes as matrices over depth.
