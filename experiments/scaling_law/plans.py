@@ -40,8 +40,9 @@ def table(rows: Sequence[Row]) -> str:
       label = residuals.RESIDUALS[scheme].style.label
       lines.append([slice_name, label, *cells, total])
   header = "slice", "scheme", *_SIZES, "all five"
-  origin = _origin(list(found.values()))
-  return f"{readme_lib.table(header, lines)}\n\n{origin}"
+  known = list(found.values())
+  parts = [readme_lib.table(header, lines), _bound(known), _origin(known)]
+  return "\n\n".join(parts)
 
 
 def bought(rows: Sequence[Row]) -> str:
@@ -92,6 +93,19 @@ def _of_table_2(
     if match and (size := match[1].upper()) in _SIZES:
       found[row["slice"], size, match[2]] = row
   return found
+
+
+def _bound(rows: Sequence[Row]) -> str:
+  """How far steps are from their compute, a sentence per slice."""
+  times: dict[str, list[float]] = {}
+  for row in rows:
+    own = times.setdefault(row["slice"], [])
+    own.append(float(row["step_seconds"]) / float(row["compute_seconds"]))
+  return " ".join(
+    f"On {name}, a step takes {min(own):.2f} to {max(own):.2f} times its"
+    " compute."
+    for name, own in times.items()
+  )
 
 
 def _origin(rows: Sequence[Row]) -> str:

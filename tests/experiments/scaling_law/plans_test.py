@@ -26,11 +26,13 @@ def test_each_slice_and_scheme_has_its_sum():
   rows.append(
     ROW | dict(config="194m-prenorm-seed0-0", slice="v5p-32", chip_hours="9")
   )
+  rows[0] = rows[0] | dict(step_seconds="0.529")
   text = plans.table(rows)
   lines = text.splitlines()
   assert "| v6e-16 | PreNorm | 1,000 |  |  |  | 5,000 |  |" in lines
   assert "| v6e-16 | Block AttnRes | 2 | 2 | 2 | 2 | 2 | 10 |" in lines
   assert "| v5p-32 | PreNorm | 9 |  |  |  |  |  |" in lines
+  assert "On v6e-16, a step takes 1.00 to 1.98 times its compute." in text
   assert "another" not in text and "jax 1, libtpu 2, commits abc" in text
 
 
