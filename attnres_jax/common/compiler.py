@@ -54,7 +54,7 @@ def options(config: config_lib.RunConfig, mesh: Mesh) -> dict[str, str]:
   return ours | {name: value for name, _, value in theirs}
 
 
-def peak_bytes(compiled: Any) -> int | None:
+def peak_bytes(compiled: Any) -> int:
   """Bytes of memory that are enough for a device to run a program.
 
   Without its code: arguments, results that replace no argument, and
@@ -67,14 +67,10 @@ def peak_bytes(compiled: Any) -> int | None:
   temporaries of its loops. There the sum counts.
 
   Args:
-    compiled: of `jax.stages.Lowered.compile`, with at least one argument.
-
-  Returns:
-    None if the backend gives no account.
+    compiled: of `jax.stages.Lowered.compile`, with at least one argument and a
+      `memory_analysis`.
   """
   memory = compiled.memory_analysis()
-  if memory is None:
-    return None
   arguments = memory.argument_size_in_bytes
   new = memory.output_size_in_bytes - memory.alias_size_in_bytes
   total = arguments + new + memory.temp_size_in_bytes

@@ -360,7 +360,7 @@ def _compile(
     seconds=seconds,
     argument_bytes=getattr(memory, "argument_size_in_bytes", None),
     temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
-    peak_bytes=compiler.peak_bytes(compiled),
+    peak_bytes=compiler.peak_bytes(compiled) if memory else None,
   )
   return compiled
 

@@ -98,20 +98,24 @@ def measure(case: Case) -> dict[str, Any]:
     "temporary_GB": f"{temporary / 1e9:.3f}",
   }
   if len(devices) > 1:
-    sent = sum(one.count * one.sent_bytes for one in program.collectives())
-    row |= {
-      "collectives": _collectives(program), "sent_GB": f"{sent / 1e9:.4g}"
-    }  # fmt: skip
+    row |= {"collectives": _collectives(program), "sent_GB": _sent(program)}
   return row
 
 
 def count(case: Case) -> dict[str, Any]:
-  """Bytes of the program before machine code is generated."""
+  """Bytes of the program before machine code is generated.
+
+  There is no peak yet: `allocated_GiB` adds up what the schedule allocates.
+  """
   found = schedule.up_to_schedule(_lower, case)
   if found.reason:
     return {"peak_GiB": "does not fit"}
-  nbytes = hlo.Program(found.text).hbm_bytes()
-  return _least(case) | {"GB": f"{nbytes / 1e9:.5g}"}
+  program = hlo.Program(found.text)
+  return _least(case) | {
+    "GB": f"{program.hbm_bytes() / 1e9:.5g}",
+    "sent_GB": _sent(program),
+    "allocated_GiB": f"{found.peak_bytes / 2**30:.2f}",
+  }
 
 
 def _lower(case: Case) -> Any:
@@ -320,6 +324,12 @@ def _block_bytes(config: config_lib.ModelConfig, tokens: int) -> int:
 
   _, *completed = jax.eval_shape(blocks) or (None,)
   return sum(block.size * block.dtype.itemsize for block in completed)
+
+
+def _sent(program: hlo.Program) -> str:
+  """GB of all collectives."""
+  sent = sum(one.count * one.sent_bytes for one in program.collectives())
+  return f"{sent / 1e9:.4g}"
 
 
 def _collectives(program: hlo.Program) -> str:

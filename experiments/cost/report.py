@@ -16,8 +16,8 @@ KEYS = (
 COLUMNS = (
   *KEYS, "baseline", "ratio", "ratio_min", "ratio_max", "cpu_ratio", "seconds",
   "cpu_seconds", "GB", "least_GB", "ms", "depth_ms", "peak_GiB",
-  "temporary_GB", "blocks_GB", "collectives", "sent_GB", "fused_GB", "mesh",
-  "device_tokens", "printed", "reads", "writes",
+  "temporary_GB", "blocks_GB", "collectives", "sent_GB", "allocated_GiB",
+  "fused_GB", "mesh", "device_tokens", "printed", "reads", "writes",
   "hardware", "system", "python", "jax", "flax", "libtpu", "commit", "date",
 )  # fmt: skip
 _PLACE = tuple(name for name in KEYS if name != "arm")
@@ -182,16 +182,16 @@ def experts(rows: Sequence[Row]) -> str:
     [
       describe(row["network"]), row["place"], row["mesh"],
       row["device_tokens"] or str(int(row["batch"]) * int(row["tokens"])),
-      row["ms"] or f"{float(row['seconds']) * 1e3:.0f}",
       row["GB"], _times(row, "least_GB"), _times(row, "fused_GB"),
-      row["sent_GB"], row["peak_GiB"],
+      row["sent_GB"], row["allocated_GiB"],
+      f"{float(row['seconds']) * 1e3:.0f}" if row["seconds"] else "",
     ]
     for row in shown
   ]  # fmt: skip
   header = (
-    "network", "chips", "data x fsdp x expert", "tokens of a device", "ms",
-    "GB", "least GB (ratio)", "fused, least GB (ratio)", "GB sent",
-    "peak, GiB",
+    "network", "chips", "data x fsdp x expert", "tokens of a device", "GB",
+    "least GB (ratio)", "fused, least GB (ratio)", "GB sent",
+    "allocated, GiB", "ms",
   )  # fmt: skip
   return readme_lib.with_origin(readme_lib.table(header, lines), shown)
 

@@ -139,16 +139,17 @@ def test_experts_over_what_they_need():
   assert float(known["least_GB"]) == pytest.approx(least, rel=1e-4)
   assert least == pytest.approx(10.74, abs=0.01)
   row = _compiled(
-    "block_attnres", 64, 25.29, 20.0, program="experts", network="194m",
-    sent_GB=1.95,
+    "block_attnres", 64, 25.29, "", program="experts", network="194m",
+    sent_GB=1.95, allocated_GiB=4.83,
   ) | {name: str(value) for name, value in known.items()}  # fmt: skip
   here = _compiled("prenorm", 1, "", "", program="experts", place="here",
                    network="tiny", tokens=16, least_GB="", seconds=0.0315,
                    peak_GiB="")  # fmt: skip
   lines = report._TABLES["experts"]([row, here]).splitlines()[2:4]
-  cells = "| 2 x 1 x 8 | 32768 | 20.0 | 25.29 | 10.74 (2.35) | 6.59 (3.84) |"
-  assert f"{cells} 1.95 | 3.0 |" in lines[0]
-  assert "| here |  | 16 | 32 |" in lines[1]
+  cells = "| 2 x 1 x 8 | 32768 | 25.29 | 10.74 (2.35) | 6.59 (3.84) |"
+  assert f"{cells} 1.95 | 4.83 |" in lines[0]
+  assert lines[1].startswith("| d=128, 2 sublayers | here |  | 16 |")
+  assert lines[1].endswith("| 32 |")
 
 
 def test_experts_need_a_plan():
