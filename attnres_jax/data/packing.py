@@ -11,8 +11,6 @@ exactly once per epoch, and with it the end of every document.
 A separator ends a document as a target and opens the next one as an input. So
 with segment ids, too, each token of a document and its end are predicted, from
 this document alone.
-
-Instructions are packed as whole examples instead, and padded.
 """
 
 import bisect
@@ -79,10 +77,6 @@ class Tokens:
         f" below the vocabulary size {self.vocab_size}"
       )
     return ids.astype(np.int32)
-
-  def rows(self, sequence_length: int, segment_ids: bool) -> "PackedRows":
-    """Rows of T + 1 ids; see `PackedRows`."""
-    return PackedRows(self, sequence_length, segment_ids=segment_ids)
 
 
 class PackedRows:

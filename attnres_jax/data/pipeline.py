@@ -184,7 +184,9 @@ class Dataset:
     first = config.seed if self._split == documents.TRAIN else _VALIDATION_SEED
     parts = []
     for i, tokens in enumerate(self._parts):
-      packed = tokens.rows(config.sequence_length, config.segment_ids)
+      packed = packing.PackedRows(
+        tokens, config.sequence_length, segment_ids=config.segment_ids
+      )
       rows = grain.MapDataset.source(packed).seed((first + i) % 2**32).shuffle()
       parts.append(rows.repeat() if repeated else rows)
     if len(parts) == 1:
@@ -197,7 +199,7 @@ class Batches:
 
   A batch has "tokens" and "counts", int32 [B, T+1], and, with
   `config.segment_ids`, "segment_ids" of the same shape. Counts are 1 for tokens
-  that the loss counts as targets: not for padding and prompts.
+  that the loss counts as targets, and 0 for padding.
   """
 
   def __init__(

@@ -22,15 +22,15 @@ this object. It has two origins:
   transformers does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import copy
 import dataclasses
 import functools
 import os
-import re
 from typing import Any
 
 from etils import epath
+import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
@@ -48,50 +48,12 @@ _NAMES = (
 )  # fmt: skip
 
 
-class Vocabulary:
-  """Ids of a text and the text of ids, without any convention.
-
-  Attributes:
-    size: every id is smaller.
-    run_ids: tokens for single bytes that are decoded together: a byte that is
-      not UTF-8 makes all neighbouring bytes unreadable.
-  """
-
-  size: int
-  run_ids: frozenset[int] = frozenset()
-
-  def encode(self, text: str, parse_special: bool = False) -> list[int]:
-    """Ids of a text, which opens and ends with nothing else.
-
-    Args:
-      text: any text.
-      parse_special: whether special tokens written in the text, such as
-        "<|im_end|>", become these tokens. Otherwise they are text.
-
-    Raises:
-      ConfigError: the vocabulary has no such option, or cannot encode the text.
-    """
-    raise NotImplementedError
-
-  def decode(self, ids: Sequence[int]) -> str:
-    """The text of ids; ids without text are skipped."""
-    raise NotImplementedError
-
-  def skips(self, id: int) -> bool:
-    """Whether a token has no text, as special tokens."""
-    raise NotImplementedError
-
-  def name_of(self, id: int) -> str | None:
-    """The name of a token that decoding skips; None for others."""
-    return None
-
-
 @dataclasses.dataclass(frozen=True)
 class TextFormat:
   """How texts of one network open, end, and become text again.
 
   Attributes:
-    vocabulary: ids of text and text of ids.
+    tokenizer: ids of text and text of ids.
     open_ids: ids before every text; may be empty.
     end_ids: ids that end a text; empty if nothing is known to end one.
     bos_id: id of the begin-of-sequence token, or None. Where something has to
@@ -100,7 +62,7 @@ class TextFormat:
     imported: whether an imported checkpoint sets these conventions.
   """
 
-  vocabulary: Vocabulary
+  tokenizer: tokenizer_lib.Tokenizer
   open_ids: tuple[int, ...]
   end_ids: tuple[int, ...]
   bos_id: int | None = None
@@ -114,8 +76,8 @@ class TextFormat:
     return next((id for id in known if id is not None), 0)
 
   def encode(self, text: str, parse_special: bool = False) -> list[int]:
-    """Ids of a text without its opening; see `Vocabulary.encode`."""
-    return self.vocabulary.encode(text, parse_special)
+    """Ids of a text without its opening; see `Tokenizer.encode`."""
+    return self.tokenizer.encode(text, parse_special).tolist()
 
   def prompt(self, text: str, parse_special: bool = False) -> list[int]:
     """Ids of a text to continue: the opening, then the text.
@@ -127,7 +89,7 @@ class TextFormat:
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids, without special tokens."""
-    return self.vocabulary.decode(ids)
+    return self.tokenizer.decode(ids)
 
   def label(self, id: int) -> str:
     """The text of one token within a text.
@@ -137,8 +99,8 @@ class TextFormat:
     """
     if not self.imported and id in self.end_ids:
       return "<|endoftext|>"
-    if (name := self.vocabulary.name_of(id)) is not None:
-      return name
+    if isinstance(self.tokenizer, _Imported) and self.tokenizer.skips(id):
+      return self.tokenizer.name_of(id) or label_of_id(id)
     anchor = self._anchor
     text = self.decode([*anchor, id])[len(self.decode(anchor)) :]
     return text if text and _UNKNOWN not in text else label_of_id(id)
@@ -150,7 +112,7 @@ class TextFormat:
 
   def decoder(self, before: Sequence[int] = ()) -> "Decoder":
     """Decodes what follows the ids `before`, token by token."""
-    return Decoder(self.vocabulary, before)
+    return Decoder(self.tokenizer, before)
 
   def describe(self) -> dict[str, Any]:
     """Keys of config.json and generation_config.json for an export."""
@@ -171,48 +133,50 @@ class Decoder:
   of a character wait for each other.
   """
 
-  def __init__(self, vocabulary: Vocabulary, before: Sequence[int] = ()):
+  def __init__(
+    self, tokenizer: tokenizer_lib.Tokenizer, before: Sequence[int] = ()
+  ):
     """Decodes what follows the ids `before`."""
-    self._vocabulary = vocabulary
+    self._tokenizer = tokenizer
     # Decoding may depend on earlier tokens: the window begins with one that
     # is text by itself. Of the window's text, `_shown` characters are released.
     start = len(before)
     while start and not self._is_anchor(before[start - 1]):
       start -= 1
     window = before[max(start - 1, 0) :]
-    self._ids = [id for id in window if not vocabulary.skips(id)]
-    self._shown = len(vocabulary.decode(self._ids))
+    self._ids = [id for id in window if not tokenizer.skips(id)]
+    self._shown = len(tokenizer.decode(self._ids))
 
   def add(self, id: int) -> str:
     """What another id makes certain; may be empty."""
-    if self._vocabulary.skips(id):
+    if self._tokenizer.skips(id):
       return ""
     self._ids.append(id)
-    if id in self._vocabulary.run_ids:
+    if id in self._tokenizer.run_ids:
       return ""
-    now = certain = self._vocabulary.decode(self._ids)
-    if not self._vocabulary.run_ids:
+    now = certain = self._tokenizer.decode(self._ids)
+    if not self._tokenizer.run_ids:
       for _ in range(_MAX_UNKNOWN):
         certain = certain.removesuffix(_UNKNOWN)
     more = certain[self._shown :]
     if certain == now and self._is_anchor(id):
       self._ids = [id]
-      certain = self._vocabulary.decode(self._ids)
+      certain = self._tokenizer.decode(self._ids)
       self._shown = 0
     self._shown = max(self._shown, len(certain))
     return more
 
   def end(self) -> str:
     """The rest of the text, once there are no more ids."""
-    now = self._vocabulary.decode(self._ids)
+    now = self._tokenizer.decode(self._ids)
     more, self._shown = now[self._shown :], len(now)
     return more
 
   def _is_anchor(self, id: int) -> bool:
     """Whether a token is text by itself, whatever stands before it."""
-    if self._vocabulary.skips(id) or id in self._vocabulary.run_ids:
+    if self._tokenizer.skips(id) or id in self._tokenizer.run_ids:
       return False
-    text = self._vocabulary.decode([id])
+    text = self._tokenizer.decode([id])
     return bool(text) and _UNKNOWN not in text
 
 
@@ -224,9 +188,7 @@ def label_of_id(id: int) -> str:
 def own(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
   """The format of a run of ours: the separator opens and ends documents."""
   separator = tokenizer.separator_id
-  return TextFormat(
-    _Own(tokenizer), (separator,), (separator,), separator, separator
-  )
+  return TextFormat(tokenizer, (separator,), (separator,), separator, separator)
 
 
 def of_data(
@@ -271,25 +233,27 @@ def of_checkpoint(
     ImportError: the tokenizer's library is not installed.
   """
   described = _Described(epath.Path(folder))
-  vocabulary: Any
+  opening: tuple[int, ...] = ()
+  named: dict[str, int | None] = {}
   if config.tokenizer == "hf":
-    vocabulary = _HuggingFace(config, described)
+    tokenizer = _Imported(config, described)
+    opening = tokenizer.opening
+    for role, text in described.names().items():
+      named[role] = tokenizer.id_of(text)
   else:
-    vocabulary = _Own(tokenizer_lib.make_tokenizer(config))
-  ends = described.ids("eos_token_id", vocabulary.size)
-  begins = described.ids("bos_token_id", vocabulary.size)
-  named = {
-    role: vocabulary.id_of(text) for role, text in described.names().items()
-  }
+    tokenizer = tokenizer_lib.make_tokenizer(config)
+  ends, begins = (
+    described.ids(key) for key in ("eos_token_id", "bos_token_id")
+  )
   if not ends and named.get("eos_token") is not None:
     ends = (named["eos_token"],)
   bos_id = named.get("bos_token")
   if bos_id is None and begins:
     bos_id = begins[0]
-  pads = described.ids("pad_token_id", vocabulary.size)
+  pads = described.ids("pad_token_id")
   return TextFormat(
-    vocabulary,
-    tuple(vocabulary.opening),
+    tokenizer,
+    opening,
     ends,
     bos_id,
     named.get("pad_token", pads[0] if pads else None),
@@ -312,7 +276,7 @@ class _Described:
     self.tokenizer = self._read("tokenizer_config.json")
     self._map = self._read("special_tokens_map.json")
 
-  def ids(self, key: str, size: int) -> tuple[int, ...]:
+  def ids(self, key: str) -> tuple[int, ...]:
     """The ids of the first file that has the key: a number or a list."""
     for file, values in self._configs.items():
       found = values.get(key)
@@ -383,63 +347,33 @@ def _content(token: Any) -> Any:
   return token.get("content") if isinstance(token, dict) else token
 
 
-class _Own(Vocabulary):
-  """The vocabulary of one of our tokenizers."""
+class _Imported(tokenizer_lib.HuggingFaceTokenizer):
+  """The tokenizer.json of a checkpoint; decoding skips special tokens.
 
-  opening: tuple[int, ...] = ()
-
-  def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
-    self._tokenizer = tokenizer
-    self.size = tokenizer.vocab_size
-    self.decode = tokenizer.decode
-    # Such as <0x0A>, which decoders of byte fallback read in runs.
-    hf = getattr(tokenizer, "_tokenizer", None)
-    if hf is not None:
-      self.run_ids = _byte_runs(hf)
-
-  def encode(self, text: str, parse_special: bool = False) -> list[int]:
-    if parse_special:
-      config_lib.fail_argument(
-        "parse_special",
-        True,
-        f"false: tokenizer {self._tokenizer.name!r} of our own runs reads no"
-        " special tokens from text",
-      )
-    return self._tokenizer.encode(text).tolist()
-
-  def skips(self, id: int) -> bool:
-    return False
-
-  def id_of(self, text: str) -> None:
-    return None
-
-
-class _HuggingFace(Vocabulary):
-  """A tokenizer.json."""
+  Attributes:
+    opening: ids before every text.
+  """
 
   def __init__(self, config: config_lib.DataConfig, described: _Described):
-    self._path, _ = tokenizer_lib.vocabulary_file(config)
-
-    self._tokenizer, _ = tokenizer_lib.load_huggingface(config)
+    super().__init__(config)
+    tokenizer = self._tokenizer
     # Other files make tokens special even if tokenizer.json does not.
-    added = self._tokenizer.get_added_tokens_decoder().values()
+    added = tokenizer.get_added_tokens_decoder().values()
     known = {token.content for token in added if token.special}
-    self._tokenizer.add_special_tokens(
+    tokenizer.add_special_tokens(
       [
         text
         for text in sorted(described.special())
-        if text not in known and self._tokenizer.token_to_id(text) is not None
+        if text not in known and tokenizer.token_to_id(text) is not None
       ]
     )
-    self._tokenizer.encode_special_tokens = True
-    ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-    self.size = max(ids, default=-1) + 1
-    special = self._tokenizer.get_added_tokens_decoder().items()
-    self._text_ids = set(ids) - {id for id, token in special if token.special}
-    self.run_ids = _byte_runs(self._tokenizer)
-    mask = self._tokenizer.encode("a").special_tokens_mask
-    ones = mask.index(0) if 0 in mask else 0
-    self.opening = self._tokenizer.encode("a").ids[:ones]
+    special = tokenizer.get_added_tokens_decoder().items()
+    self._text_ids = {*tokenizer.get_vocab(with_added_tokens=True).values()} - {
+      id for id, token in special if token.special
+    }
+    encoded = tokenizer.encode("a")
+    mask = encoded.special_tokens_mask
+    self.opening = tuple(encoded.ids[: mask.index(0) if 0 in mask else 0])
 
   @functools.cached_property
   def _parsing(self) -> Any:
@@ -448,20 +382,15 @@ class _HuggingFace(Vocabulary):
     parsing.encode_special_tokens = False
     return parsing
 
-  def id_of(self, text: str) -> int | None:
-    return self._tokenizer.token_to_id(text)
+  def encode(
+    self, text: str | bytes, parse_special: bool = False
+  ) -> np.ndarray:
+    if not parse_special:
+      return super().encode(text)
+    text = text.encode() if isinstance(text, str) else text
+    return self._encode(self._parsing, [text])[0]
 
-  def encode(self, text: str, parse_special: bool = False) -> list[int]:
-    tokenizer = self._parsing if parse_special else self._tokenizer
-    try:
-      return tokenizer.encode(text, add_special_tokens=False).ids
-    except Exception as error:  # Such as a vocabulary without its [UNK].
-      reason = " ".join(str(error).split())
-      raise config_lib.ConfigError(
-        f"{self._path}: the tokenizer cannot encode the text ({reason})"
-      ) from error
-
-  def decode(self, ids: Sequence[int]) -> str:
+  def decode(self, ids: Iterable[int]) -> str:
     # Larger numbers overflow inside the library.
     known = [id for id in ids if not self.skips(id)]
     return self._tokenizer.decode(known, skip_special_tokens=True)
@@ -469,17 +398,10 @@ class _HuggingFace(Vocabulary):
   def skips(self, id: int) -> bool:
     return id not in self._text_ids
 
+  def id_of(self, text: str) -> int | None:
+    """The id of a token, if the vocabulary has it."""
+    return self._tokenizer.token_to_id(text)
+
   def name_of(self, id: int) -> str | None:
-    return self._tokenizer.id_to_token(id) if self.skips(id) else None
-
-
-def _byte_runs(tokenizer: Any) -> frozenset[int]:
-  """Tokens such as <0x0A>, if the decoder reads them as bytes."""
-  decoder = tokenizer.decoder
-  if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
-    return frozenset()
-  return frozenset(
-    id
-    for token, id in tokenizer.get_vocab(with_added_tokens=True).items()
-    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)
-  )
+    """The token of an id, if the vocabulary has it."""
+    return self._tokenizer.id_to_token(id)

@@ -12,6 +12,7 @@ import abc
 from collections.abc import Iterable, Sequence
 import hashlib
 import os
+import re
 from typing import Any, NoReturn
 
 import numpy as np
@@ -38,15 +39,37 @@ class Tokenizer(abc.ABC):
     vocab_size: one more than the largest id.
     separator_id: opens and ends every document.
     sha256: of the vocabulary file, if there is one.
+    run_ids: tokens for single bytes that are decoded together: a byte that is
+      not UTF-8 makes all neighbouring bytes unreadable.
   """
 
   name: str
   vocab_size: int
   separator_id: int
   sha256: str | None = None
+  run_ids: frozenset[int] = frozenset()
 
-  def encode(self, text: str | bytes) -> np.ndarray:
-    """Ids of a text, int32, without any separator."""
+  def encode(
+    self, text: str | bytes, parse_special: bool = False
+  ) -> np.ndarray:
+    """Ids of a text, int32, without any separator.
+
+    Args:
+      text: any text.
+      parse_special: whether special tokens written in the text, such as
+        "<|im_end|>", become these tokens. Otherwise they are text.
+
+    Raises:
+      ConfigError: the tokenizer reads no special tokens, or cannot encode the
+        text.
+    """
+    if parse_special:
+      config_lib.fail_argument(
+        "parse_special",
+        True,
+        f"false: tokenizer {self.name!r} of our own runs reads no special"
+        " tokens from text",
+      )
     text = text.encode() if isinstance(text, str) else text
     return self.encode_batch([text])[0]
 
@@ -57,6 +80,11 @@ class Tokenizer(abc.ABC):
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
     """The text of ids; never fails: an id without text becomes U+FFFD."""
+
+  def skips(self, id: int) -> bool:
+    """Whether `decode` leaves an id out, as imported tokenizers do."""
+    del id
+    return False
 
   def show_id(self, id: int) -> str:
     """An id for an error, with the token's name in the vocabulary."""
@@ -105,23 +133,51 @@ class HuggingFaceTokenizer(Tokenizer):
 
   def __init__(self, config: config_lib.DataConfig):
     self._config = config
-    self._tokenizer, self.sha256 = load_huggingface(config)
+    tokenizers = paths.library("tokenizers", "data.tokenizer", "hf", "hf")
+    path, self.sha256 = vocabulary_file(config)
+    try:
+      self._tokenizer = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # The library raises bare Exception.
+      self._fail("a tokenizer.json of Hugging Face tokenizers", error)
+    # Limits of a training recipe must not truncate texts.
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
     self._tokenizer.encode_special_tokens = True
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     num_ids = max(ids.values(), default=-1) + 1
+    if not 0 < num_ids < _MOST_IDS:
+      accepted = f"a tokenizer with a vocabulary of 1 to {_MOST_IDS - 1} ids"
+      self._fail(accepted, f"it has {num_ids}")
+    if config.separator and config.separator not in ids:
+      config_lib.fail(
+        "data.separator",
+        config.separator,
+        f"a special token of {config.tokenizer_path}, or nothing",
+      )
     names = [config.separator] if config.separator else _SEPARATOR_NAMES
-    known = [ids[name] for name in names if name in ids]
-    self.separator_id = _chosen(config, known, num_ids)
+    known = (ids[name] for name in names if name in ids)
+    self.separator_id = next(known, num_ids)
     self.vocab_size = max(num_ids, self.separator_id + 1)
+    decoder = self._tokenizer.decoder
+    if decoder is not None and b'"ByteFallback"' in decoder.__getstate__():
+      # Such as <0x0A>.
+      self.run_ids = frozenset(
+        id
+        for token, id in ids.items()
+        if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)
+      )
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    return self._encode(self._tokenizer, texts)
+
+  def _encode(self, tokenizer: Any, texts: Sequence[bytes]) -> list[np.ndarray]:
     try:
-      encodings = self._tokenizer.encode_batch(
+      encodings = tokenizer.encode_batch(
         [text.decode(errors="replace") for text in texts],
         add_special_tokens=False,
       )
     except Exception as error:  # Such as a vocabulary without its [UNK].
-      _unreadable(self._config, "a tokenizer that can encode the text", error)
+      self._fail("a tokenizer that can encode the text", error)
     return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
   def show_id(self, id: int) -> str:
@@ -129,14 +185,26 @@ class HuggingFaceTokenizer(Tokenizer):
     return f"id {id}" + (f" ({token})" if token else "")
 
   def decode(self, ids: Iterable[int]) -> str:
-    def is_unknown(i: int) -> bool:
+    shown, run = [], []
+    for id in map(int, ids):
       # Negative ids overflow inside the library.
-      return i < 0 or self._tokenizer.id_to_token(i) is None
+      known = id >= 0 and self._tokenizer.id_to_token(id) is not None
+      if known and id != self.separator_id:
+        run.append(id)
+        continue
+      shown.append(self._tokenizer.decode(run, skip_special_tokens=False))
+      shown.append("\n" if id == self.separator_id else "\ufffd")
+      run = []
+    shown.append(self._tokenizer.decode(run, skip_special_tokens=False))
+    return "".join(shown)
 
-    def decode(run: list[int]) -> str:
-      return self._tokenizer.decode(run, skip_special_tokens=False)
-
-    return _decode(ids, self.separator_id, is_unknown, decode)
+  def _fail(self, accepted: str, error: object) -> NoReturn:
+    reason = " ".join(str(error).split())
+    config_lib.fail(
+      "data.tokenizer_path",
+      os.fspath(self._config.tokenizer_path),
+      f"{accepted} ({reason})",
+    )
 
 
 class IdsTokenizer(Tokenizer):
@@ -206,58 +274,12 @@ def make_tokenizer(config: config_lib.DataConfig) -> Tokenizer:
   return cls(config)
 
 
-def _decode(
-  ids: Iterable[int], separator_id: int, is_unknown: Any, decode: Any
-) -> str:
-  """Decodes sequences of known ids with `decode`, and the others one by one."""
-  shown, run = [], []
-  for i in map(int, ids):
-    if i == separator_id or is_unknown(i):
-      shown.append(decode(run) if run else "")
-      shown.append("\n" if i == separator_id else "\N{REPLACEMENT CHARACTER}")
-      run = []
-    else:
-      run.append(i)
-  shown.append(decode(run) if run else "")
-  return "".join(shown)
-
-
-def _chosen(
-  config: config_lib.DataConfig, known: Sequence[int], num_ids: int
-) -> int:
-  """The separator: the first of `known`, or else a new id after the last."""
-  if not 0 < num_ids < _MOST_IDS:
-    accepted = f"a tokenizer with a vocabulary of 1 to {_MOST_IDS - 1} ids"
-    _unreadable(config, accepted, f"it has {num_ids}")
-  if config.separator and not known:
-    config_lib.fail(
-      "data.separator",
-      config.separator,
-      f"a special token of {config.tokenizer_path}, or nothing",
-    )
-  return next(iter(known), num_ids)
-
-
 def _no_choice(config: config_lib.DataConfig) -> None:
   for name in ("separator", "tokenizer_path"):
     value = getattr(config, name)
     if value:
       accepted = f"nothing, with data.tokenizer={config.tokenizer!r}"
       config_lib.fail(f"data.{name}", value, accepted)
-
-
-def load_huggingface(config: config_lib.DataConfig) -> tuple[Any, str]:
-  """The tokenizer of a tokenizer.json, and the SHA-256 of the file."""
-  tokenizers = paths.library("tokenizers", "data.tokenizer", "hf", "hf")
-  path, sha256 = vocabulary_file(config)
-  try:
-    loaded = tokenizers.Tokenizer.from_file(path)
-  except Exception as error:  # The library raises bare Exception.
-    _unreadable(config, "a tokenizer.json of Hugging Face tokenizers", error)
-  # Limits of a training recipe must not truncate texts.
-  loaded.no_truncation()
-  loaded.no_padding()
-  return loaded, sha256
 
 
 def vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
@@ -275,14 +297,3 @@ def vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
   file = paths.File(field, path.name, path)
   with file.reading("a vocabulary"), open(file.local(), "rb") as opened:
     return file.local(), hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _unreadable(
-  config: config_lib.DataConfig, accepted: str, error: object
-) -> NoReturn:
-  reason = " ".join(str(error).split())
-  config_lib.fail(
-    "data.tokenizer_path",
-    os.fspath(config.tokenizer_path),
-    f"{accepted} ({reason})",
-  )

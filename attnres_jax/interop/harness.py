@@ -99,14 +99,7 @@ class Network(model_lib.TemplateLM):
 
   def _loglikelihood_tokens(self, requests, **unused):
     del unused
-    found = [tuple(one) for one in self._scores([r[1:] for r in requests])]
-    return self._answered("loglikelihood", [r[0] for r in requests], found)
-
-  def _answered(self, kind: str, questions: Any, answers: list[Any]) -> Any:
-    """Tells the harness all answers, which it may keep."""
-    for question, answer in zip(questions, answers):
-      self.cache_hook.add_partial(kind, question, answer)
-    return answers
+    return [tuple(one) for one in self._scores([r[1:] for r in requests])]
 
   def loglikelihood_rolling(self, requests, disable_tqdm=False):
     """The log-probability of whole texts, in windows of `max_length`."""
@@ -123,8 +116,7 @@ class Network(model_lib.TemplateLM):
       owners += [number] * (len(pairs) - len(owners))
     sums = np.zeros(len(requests))
     np.add.at(sums, owners, [score.logprob for score in self._scores(pairs)])
-    asked = [request.args for request in requests]
-    return self._answered("loglikelihood_rolling", asked, sums.tolist())
+    return sums.tolist()
 
   def _scores(
     self, pairs: Sequence[tuple[list[int], list[int]]]
@@ -162,8 +154,7 @@ class Network(model_lib.TemplateLM):
     answers, ordered = [""] * len(prompts), [prompts[i] for i in order]
     for piece in text_lib.answer(engine, self._text_format, ordered):
       answers[order[piece.index]] += piece.text
-    asked = [request.args for request in requests]
-    return self._answered("generate_until", asked, answers)
+    return answers
 
   def _prompt(
     self, context: str, options: Mapping[str, Any]
@@ -202,8 +193,8 @@ class Network(model_lib.TemplateLM):
 
   @property
   def tokenizer_name(self) -> str:
-    vocabulary = self._text_format.vocabulary
-    return f"{type(vocabulary).__name__}-{vocabulary.size}"
+    tokenizer = self._text_format.tokenizer
+    return f"{tokenizer.name}-{tokenizer.vocab_size}"
 
 
 def find_tasks(names: Sequence[str], folder: str = "") -> Any:

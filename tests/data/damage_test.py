@@ -21,10 +21,6 @@ _TEXTS = [
   f"text {i}: " + "some words that compress well\n" * i for i in range(40)
 ]
 _LINES = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS).encode()
-_PAIRS = "".join(
-  json.dumps({"prompt": text[:9], "completion": text[5:40]}) + "\n"
-  for text in _TEXTS
-).encode()
 _IDS = np.random.default_rng(0).integers(0, 256, 3000).astype("<u2")
 
 
