@@ -79,12 +79,14 @@ class Piece(NamedTuple):
   Attributes:
     index: of its prompt.
     text: which may be empty.
+    offset: where the token begins, in characters after the prompt.
     token: that was drawn.
     finish: why this is the last piece, or None.
   """
 
   index: int
   text: str
+  offset: int
   token: engine_lib.Token
   finish: engine_lib.Finish | None
 
@@ -113,11 +115,11 @@ def answer(
     for token in engine.step():
       if (i := numbers.get(token.request)) is None:
         continue
-      more, finish = texts[i].take(token)
-      if finish:
+      piece = texts[i].take(token, i)
+      if piece.finish:
         engine.cancel(token.request)
         del numbers[token.request]
-      yield Piece(i, more, token, finish)
+      yield piece
 
 
 class Text:
@@ -140,14 +142,14 @@ class Text:
     self._stop = tuple(stop)
     self._held = ""
 
-  def take(
-    self, token: engine_lib.Token
-  ) -> tuple[str, engine_lib.Finish | None]:
-    """What a token adds to the text, and why the text ends here, or None."""
+  def take(self, token: engine_lib.Token, index: int) -> Piece:
+    """What a token adds to the text of this index."""
+    offset = self.size
     more = "" if token.finish == "stop" else self.add(token.id)
     if token.finish and not self.stopped:
       more += self.end()
-    return more, "stop" if self.stopped else token.finish
+    finish = "stop" if self.stopped else token.finish
+    return Piece(index, more, offset, token, finish)
 
   def add(self, token: int) -> str:
     """What is certain of the text after another token, and was not before."""

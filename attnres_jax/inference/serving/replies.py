@@ -13,8 +13,8 @@ import uuid
 
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib
+from attnres_jax.inference import text
 from attnres_jax.inference.serving import api
-from attnres_jax.inference.serving import service
 
 # In the API, the least log-probability.
 _LEAST = -9999.0
@@ -53,7 +53,7 @@ class Answer:
       total_tokens=self._prompt_tokens + self._drawn_tokens,
     )
 
-  def part(self, piece: service.Piece) -> dict[str, Any]:
+  def part(self, piece: text.Piece) -> dict[str, Any]:
     """What one piece adds to its choice."""
     prompt = self._prompts[piece.index // self._asked.n]
     choice: dict[str, Any] = dict(

@@ -23,24 +23,6 @@ from attnres_jax.inference import text
 from attnres_jax.inference.serving import api
 
 
-class Piece(NamedTuple):
-  """More of a text.
-
-  Attributes:
-    index: of its request in the job.
-    text: which may be empty.
-    offset: where the token begins, in characters after the prompt.
-    token: that was drawn.
-    finish: why this is the last piece, or None.
-  """
-
-  index: int
-  text: str
-  offset: int
-  token: engine_lib.Token
-  finish: engine_lib.Finish | None
-
-
 class _Started(NamedTuple):
   """The first request of a job has a slot."""
 
@@ -58,18 +40,20 @@ class Job:
   ):
     self.requests, self.stop = requests, stop
     self.started = False
-    self._events: asyncio.Queue[_Started | Piece | Exception] = asyncio.Queue()
+    self._events: asyncio.Queue[_Started | text.Piece | Exception] = (
+      asyncio.Queue()
+    )
     self._loop = asyncio.get_running_loop()
 
-  def put(self, event: _Started | Piece | Exception) -> None:
+  def put(self, event: _Started | text.Piece | Exception) -> None:
     """Adds an event, in the event loop."""
     self._events.put_nowait(event)
 
-  def put_from_thread(self, event: _Started | Piece) -> None:
+  def put_from_thread(self, event: _Started | text.Piece) -> None:
     """Adds an event, in any other thread."""
     self._loop.call_soon_threadsafe(self.put, event)
 
-  async def pieces(self, wait_seconds: float) -> AsyncIterator[Piece]:
+  async def pieces(self, wait_seconds: float) -> AsyncIterator[text.Piece]:
     """Yields the pieces of all texts, as they are drawn.
 
     Raises:
@@ -89,11 +73,11 @@ class Job:
     unfinished = len(self.requests)
     while unfinished:
       event = await self._next()
-      if isinstance(event, Piece):
+      if isinstance(event, text.Piece):
         yield event
         unfinished -= event.finish is not None
 
-  async def _next(self) -> _Started | Piece:
+  async def _next(self) -> _Started | text.Piece:
     # A full queue never waits, so others would.
     await asyncio.sleep(0)
     event = await self._events.get()
@@ -271,12 +255,11 @@ class Service:
 
   def _hand_over(self, token: engine_lib.Token) -> None:
     one = self._running[token.request]
-    offset = one.text.size
-    more, finish = one.text.take(token)
-    if finish:
+    piece = one.text.take(token, one.index)
+    if piece.finish:
       self._engine.cancel(token.request)
       del self._running[token.request]
-    one.job.put_from_thread(Piece(one.index, more, offset, token, finish))
+    one.job.put_from_thread(piece)
 
 
 def _stopping() -> api.ApiError:
