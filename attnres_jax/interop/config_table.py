@@ -22,8 +22,9 @@ _HARMLESS = """_name_or_path _attn_implementation attn_implementation auto_map
   architectures chunk_size_feed_forward dtype id2label initializer_range
   label2id model_type output_attentions output_hidden_states pretraining_tp
   problem_type return_dict torch_dtype transformers_version use_cache""".split()
-_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
-_LENGTHS = "max_position_embeddings", "model_max_length"
+# Keys outside of the network, which an export repeats.
+IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+LENGTHS = "max_position_embeddings", "model_max_length"
 REQUIRED = object()  # In place of a default.
 # Fields that change how a network is computed, stored or drawn at random, and
 # not which function it is.
@@ -93,7 +94,7 @@ class Keys:
     Raises:
       ConfigError: one is something else, or not in the vocabulary.
     """
-    for name in _IDS:
+    for name in IDS:
       value = self._left.pop(name, None)
       several = name == "eos_token_id" and isinstance(value, list)
       for one in value if several else [value]:
@@ -231,7 +232,7 @@ def finish(
   found = config_lib.flatten(dataclasses.asdict(config))
   for entry in beside:
     entry.read(keys, found)
-  for name in _LENGTHS:
+  for name in LENGTHS:
     keys.take(name, kinds.Size, 1)
   keys.ignore(*_HARMLESS)
   keys.check_ids(config.vocab_size)

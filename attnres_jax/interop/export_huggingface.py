@@ -22,6 +22,7 @@ from attnres_jax.common import trees
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import trained
+from attnres_jax.interop import config_table
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files
@@ -99,7 +100,7 @@ def _export(options: argparse.Namespace) -> None:
   dtype = options.dtype or facts.get("dtype", "F32")
   dtypes = {} if options.dtype else facts.get("dtypes", {})
   lengths = {"max_position_embeddings": config.data.sequence_length}
-  for name in weights_folder.LENGTHS:
+  for name in config_table.LENGTHS:
     if (length := facts.get("config", {}).get(name)) is not None:
       lengths[name] = length
   described = lengths | text_format.describe()

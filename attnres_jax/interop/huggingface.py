@@ -37,7 +37,6 @@ CONFIG, CHECKSUMS = "config.json", "SHA256SUMS"
 SHARD_BYTES = 5 * 10**9
 _README = "README.md"
 _FREQUENCIES = ".rotary_emb.inv_freq"
-_SPECIAL = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +340,7 @@ def export(
     "torch_dtype": torch_dtype,
   }
   # Without them, other ids than the network's would be assumed.
-  unknown = dict.fromkeys(_SPECIAL)
+  unknown = dict.fromkeys(config_table.IDS)
   described = unknown | dict(facts) | described | values
   text = json.dumps(described, indent=2, sort_keys=True)
   files.write(folder / CONFIG, text + "\n")

@@ -26,6 +26,7 @@ from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.common import sharding
 from attnres_jax.data import text_format as text_format_lib
+from attnres_jax.interop import config_table
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import weights_folder
 
@@ -36,11 +37,6 @@ COMPANIONS = (
     "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 _VOCABULARY = "tokenizer.json"
-# Keys of config.json that an export repeats.
-_REPEATED = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
-    "model_max_length",
-)  # fmt: skip
 _DEFAULT_LENGTH = 2048
 
 
@@ -107,7 +103,11 @@ def _import(options: argparse.Namespace) -> None:
     "source": folder.absolute().name,
     "dtype": source.dtype,
     "dtypes": source.dtypes,
-    "config": {k: source.values[k] for k in _REPEATED if k in source.values},
+    "config": {
+      key: source.values[key]
+      for key in (*config_table.IDS, *config_table.LENGTHS)
+      if key in source.values
+    },
   }
   weights_folder.write(workdir, config, model, facts, kept)
   count = sum(leaf.size for leaf in jax.tree.leaves(model))
@@ -119,9 +119,8 @@ def _import(options: argparse.Namespace) -> None:
 
 def _longest(values: dict[str, Any]) -> int:
   """Tokens of the longest sequence that a network was trained on."""
-  names = "max_position_embeddings", "model_max_length"
   values = values | values.get("text_config", {})
-  found = [values[name] for name in names if values.get(name)]
+  found = [values[name] for name in config_table.LENGTHS if values.get(name)]
   return found[0] if found else _DEFAULT_LENGTH
 
 

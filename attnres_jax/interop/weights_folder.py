@@ -23,6 +23,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import files
 from attnres_jax.config import fields
+from attnres_jax.interop import config_table
 from attnres_jax.interop import tensor_files
 from attnres_jax.train import checkpoint
 from attnres_jax.train import run_folder
@@ -141,8 +142,6 @@ def origin(
   return {}, {}
 
 
-# Keys of config.json that an export repeats.
-LENGTHS = "max_position_embeddings", "model_max_length"
 # Keys of interop.json, and their types; `files` has names.
 _DTYPE = Annotated[
   str,
@@ -166,7 +165,7 @@ def _read_facts(
       fields.accept(f"{path}: {key}", facts[key], _FACTS[key])
     for leaf, dtype in facts.get("dtypes", {}).items():
       fields.accept(f"{path}: {leaf}", dtype, _DTYPE)
-    for key in LENGTHS:
+    for key in config_table.LENGTHS:
       if (length := facts.get("config", {}).get(key)) is not None:
         fields.accept(f"{path}: {key}", length, fields.Size)
     for name in facts.get("files", ()):

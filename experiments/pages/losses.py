@@ -121,25 +121,6 @@ def rows_at_their_best(rows: Sequence[Row], column: str) -> list[Row]:
   ]
 
 
-def of_scheme(rows: Iterable[Row], scheme: str) -> list[tuple[Any, float]]:
-  """Seeds and validation losses of one scheme, in nats per token."""
-  return [
-    (row["seed"], float(row["validation_loss"]))
-    for row in rows
-    if row["residual"] == scheme
-  ]
-
-
-def differences(rows: Sequence[Row], scheme: str) -> list[float]:
-  """Differences from the baseline, for each seed that both have."""
-  baseline = dict(of_scheme(rows, BASELINE))
-  return [
-    loss - baseline[seed]
-    for seed, loss in of_scheme(rows, scheme)
-    if seed in baseline
-  ]
-
-
 # Seed -> loss, by the value of a column, by scheme.
 _Schemes = dict[str, dict[float, dict[Any, float]]]
 
@@ -173,12 +154,13 @@ def _mean(losses: Mapping[Any, float]) -> float:
 
 
 def _cell(rows: Sequence[Row], scheme: str) -> page.Cell | str:
-  found = [loss for _, loss in of_scheme(rows, scheme)]
-  if not found:
+  losses = pairs.losses(rows, "residual")
+  if scheme not in losses:
     return ""
+  found = losses[scheme].values()
   return page.Cell(
     f"{statistics.fmean(found):.4f}",
-    _aside(pairs.losses(rows, "residual"), scheme),
+    _aside(losses, scheme),
     [f"{loss:.4f}" for loss in found] if len(found) > 1 else [],
   )
 

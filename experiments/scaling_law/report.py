@@ -15,6 +15,7 @@ from attnres_jax import scaling
 from attnres_jax.analysis import figures
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
+from attnres_jax.scaling import pairs
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
@@ -108,9 +109,12 @@ def control(rows: Sequence[Row]) -> str:
   """The noise according to Rescaled; empty if it was not trained."""
   sentences = []
   for label, own in losses_lib.by_setting(rows).items():
-    apart = losses_lib.differences(own, "rescaled")
+    losses = pairs.losses(own, "residual")
+    apart = pairs.difference(
+      losses.get("rescaled", {}), losses.get(losses_lib.BASELINE, {})
+    ).by_seed
     if apart:
-      seeds = ", ".join(page.signed(one) for one in apart)
+      seeds = ", ".join(page.signed(one) for one in apart.values())
       sentences.append(
         f"Difference of Rescaled from PreNorm at size {label}, by seed:"
         f" {seeds}."
