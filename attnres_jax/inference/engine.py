@@ -119,7 +119,7 @@ class Engine:
     chunk: int = 256,
     num_top: int = 0,
     mesh: Mesh | None = None,
-    layers: str = "auto",
+    separate: bool | None = None,
   ):
     """Places the network and an empty state on the devices.
 
@@ -130,10 +130,10 @@ class Engine:
       chunk: most tokens of a prompt that are computed at once.
       num_top: how many of the most likely tokens every `Token` lists.
       mesh: of `sharding.make_mesh`; slots are sharded over its rows.
-      layers: `separate` for one array per weight and cache of each layer,
-        `stacked` for one array per kind of layer; `auto` for the faster one on
-        this platform. A CPU copies a layer out of a stack to read it, and the
-        whole stack to change it.
+      separate: whether each layer has separate weights and caches, rather than
+        a part of one array per kind of layer; the faster one on this platform
+        if None. A CPU copies a layer out of a stack to read it, and the whole
+        stack to change it.
 
     Raises:
       ConfigError: a mixer cannot decode, or a number cannot be used.
@@ -156,7 +156,8 @@ class Engine:
     self.chunk, self.num_top = min(chunk, length), num_top
     self._static = dict(num_top=num_top, mesh=mesh)
     self._mesh = mesh
-    separate = prepared.separates(layers, prepared.platform_of(mesh))
+    if separate is None:
+      separate = prepared.platform_of(mesh) in prepared.SEPARATE_ON
     prepare = functools.partial(prepared.prepared, separate=separate)
     shardings = None
     if mesh is not None:

@@ -8,15 +8,13 @@ from jax.experimental import layout as layout_lib
 from jax.sharding import Mesh
 from jax.sharding import Sharding
 
-from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import lora
 
-# Name -> whether layers are in separate arrays; None: on some platforms.
-LAYERS = {"auto": None, "stacked": False, "separate": True}
-_SEPARATE_ON = ("cpu",)
+# Where decoding is faster with separate arrays for each layer.
+SEPARATE_ON = ("cpu",)
 
 
 def platform_of(mesh: Mesh | None) -> str:
@@ -59,20 +57,6 @@ def prepared(
   if separate:
     model.sublayers = layer_stacks.separated(model.sublayers)
   return model
-
-
-def separates(layers: str, platform: str) -> bool:
-  """Whether layers are in separate arrays.
-
-  Args:
-    layers: a key of `LAYERS`.
-    platform: of the devices.
-
-  Raises:
-    ConfigError: there is no such key.
-  """
-  chosen = config_lib.choose("layers", layers, LAYERS)
-  return platform in _SEPARATE_ON if chosen is None else chosen
 
 
 def reads_products(platform: str) -> bool:

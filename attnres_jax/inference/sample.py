@@ -86,7 +86,6 @@ def _sample_run(options: argparse.Namespace) -> None:
     chunk=options.chunk,
     length=options.length,
     num_top=options.logprobs,
-    layers=options.layers,
   )
   most = config.data.sequence_length
   if engine.length > most:

@@ -101,7 +101,6 @@ def _serve_at(
     length=length,
     chunk=options.chunk,
     num_top=limits.max_logprobs,
-    layers=options.layers,
   )
   del model
   print("compiling", file=sys.stderr, flush=True)

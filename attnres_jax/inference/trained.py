@@ -10,7 +10,6 @@ from attnres_jax import models
 from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.config import fields
-from attnres_jax.inference import prepared
 from attnres_jax.train import checkpoint
 
 
@@ -32,11 +31,6 @@ def add_flags(parser: command_line.Parser, *, length: str) -> None:
   add(
     "--chunk", type=int, default=256,
     help="tokens of a prompt that are computed at once",
-  )  # fmt: skip
-  add(
-    "--layers", default="auto", choices=list(prepared.LAYERS),
-    help="separate: one array per weight and cache of each layer; auto: so on"
-    " CPUs",
   )  # fmt: skip
 
 

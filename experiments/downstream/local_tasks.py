@@ -13,7 +13,6 @@ document; and bits per byte of whole pieces.
 import argparse
 from collections.abc import Sequence
 import json
-import pathlib
 import sys
 
 import numpy as np
@@ -21,10 +20,12 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import files
-from attnres_jax.config import fields
 from attnres_jax.data import documents
 from attnres_jax.data import sources
+from attnres_jax.interop import weights_folder
 
+# Of each task, at most.
+_QUESTIONS = 200
 _CONTEXT, _PIECE = 200, 600
 _CHOICE = """\
 task: corpus_choice
@@ -59,21 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     "python -m experiments.downstream.local_tasks", __doc__
   )
   parser.add_argument("--out", required=True, help="new folder")
-  parser.add_argument(
-    "--questions", type=int, default=200, help="of each task, at most"
-  )
   return command_line.run(_write, parser.parse_args(argv))
 
 
 def _write(options: argparse.Namespace) -> None:
-  fields.accept("--questions", options.questions, fields.Size)
-  out = pathlib.Path(files.check_folder("--out", options.out)).absolute()
-  if out.exists() and any(out.iterdir()):
-    config_lib.fail_argument("--out", options.out, "a new or empty folder")
+  out = weights_folder.check_new("--out", options.out).absolute()
   out.mkdir(parents=True, exist_ok=True)
   for name, task, rows in (
-    ("corpus_choice", _CHOICE, choices(options.questions)),
-    ("corpus_bytes", _BYTES, pieces(options.questions)),
+    ("corpus_choice", _CHOICE, choices(_QUESTIONS)),
+    ("corpus_bytes", _BYTES, pieces(_QUESTIONS)),
   ):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     files.write(out / f"{name}.jsonl", lines)

@@ -43,13 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--workdir", help="folder of a run")
   add("--out", help="folder for the scores")
   add("--only", default="", help="names as in Table 3, separated by commas")
-  add("--limit", type=int, default=0, help="questions of each task; 0 for all")
   add(
     "--runs_code",
     action="store_true",
     help="also run tasks that execute answers",
   )
-  add("--include_path", default=str(TASKS), help="folder with further tasks")
   add("--table", nargs="+", default=[], help="show the scores of folders")
   options, rest = parser.parse_known_args(argv)
   if options.table:
@@ -75,8 +73,7 @@ def _score(options: argparse.Namespace, rest: list[str]) -> int:
     print(f"{one.name}: {one.task}", flush=True)
     status = score.main([
       f"--workdir={options.workdir}", f"--tasks={one.task}",
-      f"--out={file_of(out, one)}", f"--include_path={options.include_path}",
-      f"--limit={options.limit}", *rest,
+      f"--out={file_of(out, one)}", f"--include_path={TASKS}", *rest,
       *([] if one.shots is None else [f"--num_fewshot={one.shots}"]),
       *(["--runs_code"] * one.runs_code),
     ])  # fmt: skip

@@ -122,14 +122,16 @@ def results(rows: Sequence[Row]) -> str:
 
 def course(rows: Sequence[Row]) -> str:
   """A table of the contrasts at each quarter of the steps."""
-  columns = [*(f"loss_{place}" for place in config.PLACES), "validation_loss"]
+  # Rows of a sweep have the loss at the end only.
+  places = [place for place in config.PLACES if f"loss_{place}" in rows[0]]
+  columns = [*(f"loss_{place}" for place in places), "validation_loss"]
   found = [contrasts(rows, column) for column in columns]
   lines = [
     [_label(names), *(_interval(own[names]) for own in found)]
     for names in found[-1]
   ]
-  places = (place.replace("_", " ") for place in config.PLACES)
-  return page.Table(["contrast", *places, "end"], lines).markdown()
+  words = (place.replace("_", " ") for place in places)
+  return page.Table(["contrast", *words, "end"], lines).markdown()
 
 
 def gain(rows: Sequence[Row]) -> str:

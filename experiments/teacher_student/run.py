@@ -17,7 +17,6 @@ import time
 import numpy as np
 import tqdm
 
-from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import csv_rows
 from attnres_jax.common import environment
@@ -30,6 +29,7 @@ from experiments.teacher_student import toy
 
 TEMPERATURES = (0.01, 0.1, 1.0, 10.0, 100.0)
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
+SIZES = toy.Sizes()
 
 _RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
 PUBLISHED = readme.Published(
@@ -75,25 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     default=str(_RESULTS),
     help="file of rows; others are not published",
   )
-  for name, value in toy.Sizes()._asdict().items():
-    flag = f"--{name.replace('_', '-')}"
-    parser.add_argument(flag, type=int, default=value, help="of toy.Sizes")
   return command_line.run(_main, parser.parse_args(argv))
 
 
 def _main(options: argparse.Namespace) -> None:
-  for name in ("seeds", *toy.Sizes._fields):
-    fields.accept(f"--{name}", getattr(options, name), fields.Size)
-  sizes = toy.Sizes(*(getattr(options, name) for name in toy.Sizes._fields))
+  fields.accept("--seeds", options.seeds, fields.Size)
   out = pathlib.Path(options.out)
   files.check_output("--out", out, ("readout", "student", "seed"))
   known = csv_rows.read(out) if out.exists() else []
-  for row in known:
-    for name, value in sizes._asdict().items():
-      if row[name] != str(value):
-        raise config_lib.ConfigError(
-          f"--{name}: got {value}, expected {row[name]}, that of {out}"
-        )
   done = {(row["readout"], row["student"], int(row["seed"])) for row in known}
   # Seed by seed, so that part of the runs is already a comparison.
   wanted = [
@@ -104,7 +93,7 @@ def _main(options: argparse.Namespace) -> None:
   ]
   origin = environment.facts()
   for one in tqdm.tqdm([w for w in wanted if w not in done], unit="group"):
-    known += [row | origin for row in rows(*one, sizes)]
+    known += [row | origin for row in rows(*one, SIZES)]
     csv_rows.write(out, known)
   if out == _RESULTS:
     publish.publish(PUBLISHED)

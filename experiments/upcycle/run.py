@@ -35,7 +35,6 @@ from experiments.upcycle import report
 
 # Of the source: its network, and its protocol.
 SOURCE = "configs/scaling.py:size=s,residual=prenorm"
-SMALL = f"{SOURCE},runlocal"
 PROTOCOL = {
   "optim.peak_lr": 6e-3,
   "optim.schedule": "linear",
@@ -74,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     "--out", default=str(_RESULTS),
     help="file of rows; others are not published",
   )  # fmt: skip
-  add("--small", action="store_true", help="seconds, to try things out")
   return command_line.run(_main, parser.parse_args(argv))
 
 
@@ -88,8 +86,7 @@ def _main(options: argparse.Namespace) -> None:
   origin = environment.facts()
   # Seed by seed, so that a part of them is already a comparison.
   wanted = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
-  spec = SMALL if options.small else SOURCE
-  base = config_lib.load_config(spec, PROTOCOL)
+  base = config_lib.load_config(SOURCE, PROTOCOL)
   for arm, seed in tqdm.tqdm([w for w in wanted if w not in done], unit="run"):
     known.append(_row(base, arm, seed, pathlib.Path(workdir)) | origin)
     csv_rows.write(out, known)

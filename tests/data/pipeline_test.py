@@ -242,15 +242,6 @@ class TestStdlibPipeline:
     assert first != second
     assert 0.01 <= described[1]["split_bytes"] / described[0]["bytes"] <= 0.12
 
-  def test_batches_are_text(self):
-    config = config_lib.DataConfig(batch_size=8, sequence_length=400)
-    iterator = data.open_dataset(config, "train").batches()
-    tokenizer = data.make_tokenizer(config)
-    text = "".join(tokenizer.decode(row) for row in next(iterator)["tokens"])
-    iterator.close()
-    for word in ("self", "return", "if "):
-      assert word in text
-
   def test_a_path_beside_the_embedded_corpus_is_refused(self):
     for name in ("path", "validation_path"):
       config = config_lib.DataConfig(**{name: "corpus.txt"})
@@ -266,20 +257,6 @@ class TestStdlibPipeline:
       config_lib.ConfigError, match="validation_fraction: got 1e-09.*validation"
     ):
       data.open_dataset(config, "validation")
-
-  def test_reads_far_faster_than_a_model_trains(self):
-    # A small model on a laptop trains on some 10,000 tokens per second, one
-    # on a modern accelerator on some 500,000.
-    config = config_lib.DataConfig(batch_size=16, sequence_length=512)
-    iterator = data.open_dataset(config, "train").batches()
-    next(iterator)
-    began = time.monotonic()
-    for _ in range(100):
-      next(iterator)
-    tokens_per_second = 100 * 16 * 512 / (time.monotonic() - began)
-    iterator.close()
-    print(f"{tokens_per_second:,.0f} tokens per second")
-    assert tokens_per_second > 300_000
 
   def test_no_device_is_started(self):
     program = (

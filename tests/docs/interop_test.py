@@ -33,7 +33,6 @@ def test_there_are_commands():
     "attnres_jax.interop.upcycle",
     "attnres_jax.interop.score",
     "experiments.downstream.local_tasks",
-    "experiments.downstream.random_llama",
   }
 
 

@@ -58,18 +58,3 @@ def _run(line, monkeypatch):
     warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
     runpy.run_module(words[2], run_name="__main__", alter_sys=True)
   return end.value.code
-
-
-def test_a_run_is_a_few_lines():
-  """An experiment needs only a few files."""
-  folder = tiny_run.ROOT / "experiments" / "TEMPLATE"
-  files = {path.name for path in folder.iterdir() if path.is_file()}
-  assert files == {"README.md", "config.py", "run.py"}
-  assert len((folder / "run.py").read_text().splitlines()) < 15
-  named = set(re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", TEXT.partition(
-    "## Add an experiment\n")[2].partition("\n#")[0]))  # fmt: skip
-  library = {name for name in named if not name.startswith("experiments/")}
-  assert 0 < len(library) <= 5
-  for name in named:
-    roots = (tiny_run.ROOT, tiny_run.ROOT / "attnres_jax")
-    assert any((root / name).is_file() for root in roots), name

@@ -5,7 +5,6 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import programs
@@ -40,13 +39,13 @@ def test_same_tokens(fields):
   prompts = [rng.integers(0, 16, n).tolist() for n in (21, 3)]
   prompts += [[*prompts[0][:17], 1]]
   found = {}
-  for layers in ("stacked", "separate"):
+  for separate in (False, True):
     engine = engine_lib.Engine(
-      model, slots=2, length=32, chunk=16, layers=layers
+      model, slots=2, length=32, chunk=16, separate=separate
     )
     arrays = len(jax.tree.leaves(engine.model.sublayers))
-    found[layers] = arrays, _generate(engine, prompts)
-  (few, expected), (many, own) = found["stacked"], found["separate"]
+    found[separate] = arrays, _generate(engine, prompts)
+  (few, expected), (many, own) = found[False], found[True]
   assert many > few
   for a, b in zip(own, expected, strict=True):
     assert [id for id, _ in a] == [id for id, _ in b]
@@ -57,20 +56,15 @@ def test_nothing_as_large_as_the_cache_is_copied():
   """Where a stack is: blocks of two sublayers leave no scan."""
   model = tiny_network.model("block_attnres", mixers=("attention",))
   length, temporary = 2**14, {}
-  for layers in ("stacked", "separate"):
-    engine = engine_lib.Engine(model, slots=2, length=length, layers=layers)
+  for separate in (False, True):
+    engine = engine_lib.Engine(model, slots=2, length=length, separate=separate)
     state = engine._state
     step = programs.next_token.lower(
       engine.model, state, np.ones(2, bool), context=length, num_top=0,
       mesh=None,
     )  # fmt: skip
     memory = step.compile().memory_analysis()
-    temporary[layers] = memory.temp_size_in_bytes
+    temporary[separate] = memory.temp_size_in_bytes
     cache = sum(a.nbytes for a in jax.tree.leaves(state.cache))
-  assert temporary["stacked"] > cache
-  assert temporary["separate"] < cache / 2
-
-
-def test_unknown_name():
-  with pytest.raises(config_lib.ConfigError, match="layers.*'apart'.*separate"):
-    engine_lib.Engine(tiny_network.model("prenorm"), layers="apart")
+  assert temporary[False] > cache
+  assert temporary[True] < cache / 2

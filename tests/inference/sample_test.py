@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command and `sample_text`; the engine has its own tests."""
 
-import importlib
 import io
 import json
 import sys
@@ -144,12 +143,6 @@ def test_bad_lines_are_named(run, line, tmp_path, capsys):
   file.write_text('{"prompt": "a"}\n' + line)
   assert run(f"--prompts={file}") == 2
   assert f"{file}:2" in capsys.readouterr().err
-
-
-def test_imports_beside_the_other_commands():
-  # Both are commands with a --workdir, and tests and notebooks import both.
-  importlib.import_module("attnres_jax.main")
-  importlib.reload(sample)
 
 
 class _Terminal(io.StringIO):

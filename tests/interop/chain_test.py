@@ -16,12 +16,12 @@ from tests import tiny_run
 DOCUMENT = tiny_run.ROOT / "docs/interop.md"
 
 
-def lines():
-  fences = re.findall(
-    r"^```(\w*)\n(.*?)^```$", DOCUMENT.read_text(), re.S | re.M
-  )
-  (block,) = (text for _, text in fences if "random_llama" in text)
-  return block.replace("\\\n", " ").splitlines()
+def commands():
+  """The blocks of the section, from its Python on, as words."""
+  section = DOCUMENT.read_text().partition("## From nothing to a score\n")[2]
+  python, shell = re.findall(r"^```\w*\n(.*?)^```$", section, re.S | re.M)[:2]
+  lines = shell.replace("\\\n", " ").splitlines()
+  return [["python", "-c", python], *map(shlex.split, lines)]
 
 
 @pytest.mark.slow
@@ -33,15 +33,14 @@ def test_the_chain(tmp_path):
   # As a user has it: programs are compiled as fast as they run.
   del environment["JAX_DISABLE_MOST_OPTIMIZATIONS"]
   found = {}
-  for line in lines():
-    python, *command = shlex.split(line)
+  for python, *command in commands():
     assert python == "python"
     done = subprocess.run(
       [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True,
       env=environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": os.fspath(tmp_path)},
       check=False,
     )  # fmt: skip
-    assert done.returncode == 0, f"{line}\n{done.stderr}"
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
     found[command[1]] = done.stdout
   assert len(found) == 7
   losses = [

@@ -280,17 +280,3 @@ def test_values_that_do_not_fit_are_refused(tmp_path, capsys):
   error = capsys.readouterr().err
   assert "model.embed_tokens.weight" in error and "F16" in error
   assert len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
-
-
-def test_an_upcycled_network_is_no_longer_of_its_family():
-  attnres = config_lib.ModelConfig(vocab_size=8)
-  plain = config_lib.ModelConfig(
-    vocab_size=8, residual=config_lib.ResidualConfig(name="prenorm")
-  )
-  facts = {"family": "qwen2"}
-  family_of = export_huggingface._family_of
-  assert family_of(facts, plain) == "qwen2"
-  assert family_of({}, plain) == "llama"
-  facts["upcycled_from"] = "runs/qwen"
-  assert attnres.residual.name == "block_attnres"
-  assert family_of(facts, attnres) == "attnres"

@@ -23,59 +23,6 @@ def _assert_same(one, other):
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_layouts_are_those_of_linear_maps(tmp_path):
-  model = small_checkpoint.write(tmp_path, "qwen2")
-  found, layer = small_checkpoint.tensors(tmp_path), "model.layers.1."
-  core = model.sublayers["attention"].core
-  query_DNH, key_DKH, bias_NH, output_NHD = (
-    np.asarray(a[1])
-    for a in (core.query, core.key, core.query_bias, core.output)
-  )
-  at = layer + "self_attn."
-  for d, n, h in ((0, 0, 0), (63, 3, 5), (17, 2, 15)):
-    row = n * query_DNH.shape[2] + h
-    assert found[at + "q_proj.weight"][row, d] == query_DNH[d, n, h]
-    assert found[at + "q_proj.bias"][row] == bias_NH[n, h]
-    assert found[at + "o_proj.weight"][d, row] == output_NHD[n, h, d]
-    row = n // 2 * query_DNH.shape[2] + h
-    assert found[at + "k_proj.weight"][row, d] == key_DKH[d, n // 2, h]
-  mlp = model.sublayers["mlp"]
-  for name, expected in (
-    (layer + "mlp.gate_proj.weight", np.asarray(mlp.core.gate[1]).T),
-    (layer + "post_attention_layernorm.weight", mlp.norm.gain[1]),
-    ("model.embed_tokens.weight", model.embedding.table[...]),
-    ("lm_head.weight", np.asarray(model.embedding.head[...]).T),
-  ):
-    np.testing.assert_array_equal(found[name], expected)
-
-
-def test_layouts_of_kimi_linear(tmp_path):
-  model = small_checkpoint.write(tmp_path, "kimi_linear")
-  found, layer = small_checkpoint.tensors(tmp_path), "model.layers.3."
-  kda = model.sublayers["kda"].core  # Of layers 0, 1, 3 and 4.
-  conv = found[layer + "self_attn.k_conv1d.weight"]
-  assert conv.shape == (16, 1, 4)
-  key_conv_WNH = np.asarray(kda.key_conv[2])
-  for tap, n, h in ((0, 0, 0), (3, 1, 5)):
-    assert conv[n * 8 + h, 0, tap] == key_conv_WNH[tap, n, h]
-  a_log = found[layer + "self_attn.A_log"]
-  assert a_log.shape == (1, 1, 2, 1)
-  np.testing.assert_array_equal(a_log[0, 0, :, 0], kda.a_log[2])
-  dt_bias = found[layer + "self_attn.dt_bias"]
-  np.testing.assert_array_equal(dt_bias, np.ravel(kda.dt_bias[2]))
-  moe = model.sublayers["moe"].core  # Of layers 2, 3 and 4.
-  for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
-    expert = found[layer + f"block_sparse_moe.experts.2.{theirs}.weight"]
-    expected = np.asarray(getattr(moe, ours)[1, 2]).T
-    np.testing.assert_array_equal(expert, expected)
-  bias = found[layer + "block_sparse_moe.gate.e_score_correction_bias"]
-  np.testing.assert_array_equal(bias, moe.selection_bias[1])
-  mla = model.sublayers["mla"].core
-  latent = found["model.layers.2.self_attn.kv_a_proj_with_mqa.weight"]
-  np.testing.assert_array_equal(latent, np.asarray(mla.compress[0]).T)
-  assert "model.layers.1.mlp.up_proj.weight" in found
-
-
 def test_the_second_token_of_deepseek_is_left_out(tmp_path):
   """But not a layer that config.json merely does not count."""
   model = small_checkpoint.write(tmp_path, "deepseek_v3")

@@ -183,31 +183,6 @@ def test_scores_are_those_of_transformers(bos, tmp_path, quiet, capsys):
   assert ours["command"]["opening"] == ([256] if bos else [])
 
 
-@pytest.mark.slow
-@LM_EVAL
-def test_scores_do_not_depend_on_how_they_are_computed(tmp_path, quiet):
-  from attnres_jax.interop import harness
-
-  tasks = write_tasks(tmp_path)
-  table = harness.find_tasks(list(TASKS), tasks)
-  model = small_checkpoint.model("kimi_linear", vocab_size=257)
-  found = []
-  for tokens, slots, sizes in ((64, 1, {}), (500, 8, {"data": 2, "fsdp": 2})):
-    mesh = sharding.make_mesh(config_lib.MeshConfig(**{"data": 1} | sizes))
-    network = harness.Network(
-      model, text_format_lib.of_data(config_lib.DataConfig()),
-      scorer.Scorer(mesh, LENGTH, tokens), slots,
-    )  # fmt: skip
-    results = harness.evaluate(network, list(TASKS), table, bootstrap_iters=0)
-    found.append(harness.numbers(results))
-  assert found[0].keys() == found[1].keys()
-  assert {"our_questions/acc_norm", "our_documents/bits_per_byte"} <= (
-    found[0].keys()
-  )
-  for name, value in found[0].items():
-    np.testing.assert_allclose(found[1][name], value, rtol=1e-4)
-
-
 @LM_EVAL
 def test_bad_questions(tmp_path, quiet):
   from attnres_jax.interop import harness

@@ -17,6 +17,7 @@ from attnres_jax import data
 from attnres_jax.common import stores
 from attnres_jax.data import paths
 from attnres_jax.data import prepare
+from attnres_jax.data import sources
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
@@ -200,6 +201,12 @@ def test_text_in_a_bucket(bucket, tmp_path, monkeypatch):
     found = paths.list_files("data.path", f"{bucket}/{path}")
     names = [file.name.rpartition("/")[2] for file in found]
     assert names == expected
+  for path in ("none", "none/*.txt"):
+    with pytest.raises(config_lib.ConfigError, match="data.path: got"):
+      paths.list_files("data.path", f"{bucket}/{path}")
+  config = config_lib.DataConfig(source="text", path=f"{bucket}/raw1")
+  (text,) = sources.texts(config, "train")
+  assert text == b"text"
 
 
 @pytest.mark.slow

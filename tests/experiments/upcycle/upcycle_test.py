@@ -13,7 +13,7 @@ from experiments.upcycle import run
 
 @pytest.mark.parametrize("arm", run.ARMS)
 def test_every_arm_begins_as_its_source(arm):
-  source = config_lib.load_config(run.SMALL).model
+  source = config_lib.load_config(f"{run.SOURCE},runlocal").model
   residual = run.ARMS[arm][0]
   if residual.name == "block_attnres":
     read = dataclasses.replace(residual.read, scale="sum")
