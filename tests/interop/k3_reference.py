@@ -2,27 +2,12 @@
 """Kimi K3 in float64, from its specification, by the names of its tensors.
 
 One sequence, token by token and expert by expert; nothing of the library is
-used. `jnp` only because gradients are wanted, too.
+used.
 """
 
-import contextlib
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 CODES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
-
-@contextlib.contextmanager
-def in_float64():
-  """Where it has to run; the suite's settings are stricter than NumPy."""
-  with (
-    jax.enable_x64(True),
-    jax.numpy_rank_promotion("allow"),
-    jax.numpy_dtype_promotion("standard"),
-  ):
-    yield
 
 
 def decoded(packed, scales):
@@ -38,11 +23,16 @@ def decoded(packed, scales):
 
 
 def norm(x, gain, eps):
-  return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps) * gain
+  return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * gain
 
 
 def sigmoid(x):
-  return 1 / (1 + jnp.exp(-x))
+  return 1 / (1 + np.exp(-x))
+
+
+def softmax(x, axis):
+  weight = np.exp(x - x.max(axis=axis, keepdims=True))
+  return weight / weight.sum(axis=axis, keepdims=True)
 
 
 class Network:
@@ -95,7 +85,7 @@ class Network:
     """Softmax over depth of <w, RMSNorm(v) g>."""
     query = self.at(name + "_proj.weight")[0]
     scores = [self.normed(v, name + "_norm") @ query for v in sources]
-    weights = jax.nn.softmax(jnp.stack(scores), axis=0)
+    weights = softmax(np.stack(scores), axis=0)
     return sum(w[:, None] * v for w, v in zip(weights, sources))
 
   def mlp(self, x, form, names):
@@ -103,16 +93,16 @@ class Network:
     g, u = self.linear(x, gate), self.linear(x, up)
     most = self.text["activation_situ_beta"]
     up_most = self.text["activation_situ_linear_beta"]
-    hidden = most * jnp.tanh(g / most) * sigmoid(g)
-    return self.linear(hidden * up_most * jnp.tanh(u / up_most), down)
+    hidden = most * np.tanh(g / most) * sigmoid(g)
+    return self.linear(hidden * up_most * np.tanh(u / up_most), down)
 
   def moe(self, x, at):
     text = self.text
     low = self.linear(x, at + "routed_expert_down_proj")
     scores = sigmoid(self.linear(x, at + "gate"))
     biased = scores + self.at(at + "gate.e_score_correction_bias")
-    least = jnp.sort(biased, axis=1)[:, -text["num_experts_per_token"], None]
-    chosen = jnp.where(biased >= least, scores, 0.0)
+    least = np.sort(biased, axis=1)[:, -text["num_experts_per_token"], None]
+    chosen = np.where(biased >= least, scores, 0.0)
     share = chosen / chosen.sum(1, keepdims=True)
     y = 0.0
     for e in range(text["num_experts"]):
@@ -137,12 +127,12 @@ class Network:
     kv = self.linear(latent, at + "kv_b_proj").reshape(count, heads, -1)
     outputs = []
     for n in range(heads):
-      k = jnp.concatenate([kv[:, n, :own], both[:, rank:]], axis=1)
+      k = np.concatenate([kv[:, n, :own], both[:, rank:]], axis=1)
       scores = q[:, n] @ k.T / np.sqrt(k.shape[1])
-      scores = jnp.where(np.tri(count, dtype=bool), scores, -jnp.inf)
-      outputs.append(jax.nn.softmax(scores, axis=1) @ kv[:, n, own:])
+      scores = np.where(np.tri(count, dtype=bool), scores, -np.inf)
+      outputs.append(softmax(scores, axis=1) @ kv[:, n, own:])
     gate = sigmoid(self.linear(x, at + "g_proj"))
-    return self.linear(gate * jnp.concatenate(outputs, axis=1), at + "o_proj")
+    return self.linear(gate * np.concatenate(outputs, axis=1), at + "o_proj")
 
   def kda(self, x, at):
     shape = self.text["linear_attn_config"]
@@ -152,31 +142,31 @@ class Network:
     def feature(name):
       raw = self.linear(x, at + name + "_proj")
       taps = self.at(at + name + "_conv1d.weight")[:, 0]
-      before = jnp.zeros((taps.shape[1] - 1, raw.shape[1]))
-      padded = jnp.concatenate([before, raw])
+      before = np.zeros((taps.shape[1] - 1, raw.shape[1]))
+      padded = np.concatenate([before, raw])
       mixed = sum(
         padded[i : i + count] * taps[:, i] for i in range(taps.shape[1])
       )
       return (mixed * sigmoid(mixed)).reshape(count, heads, head)
 
     def unit(a):
-      return a / jnp.sqrt((a**2).sum(-1, keepdims=True) + 1e-6)
+      return a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6)
 
     q, k, v = unit(feature("q")), unit(feature("k")), feature("v")
     raw = self.linear(self.linear(x, at + "f_a_proj"), at + "f_b_proj")
     raw = (raw + self.at(at + "dt_bias")).reshape(count, heads, head)
-    rate = jnp.exp(self.at(at + "A_log")[:heads, None])
-    decay = jnp.exp(shape["gate_lower_bound"] * sigmoid(rate * raw))
+    rate = np.exp(self.at(at + "A_log")[:heads, None])
+    decay = np.exp(shape["gate_lower_bound"] * sigmoid(rate * raw))
     beta = sigmoid(self.linear(x, at + "b_proj"))
     gate = sigmoid(self.linear(x, at + "g_proj")).reshape(count, heads, head)
     rows = []
     for n in range(heads):
-      state, outputs = jnp.zeros((head, head)), []
+      state, outputs = np.zeros((head, head)), []
       for t in range(count):
         state = decay[t, n][:, None] * state
         error = v[t, n] - state.T @ k[t, n]
-        state = state + beta[t, n] * jnp.outer(k[t, n], error)
+        state = state + beta[t, n] * np.outer(k[t, n], error)
         outputs.append(state.T @ q[t, n] / np.sqrt(head))
-      o = self.normed(jnp.stack(outputs), at + "o_norm")
+      o = self.normed(np.stack(outputs), at + "o_norm")
       rows.append(gate[:, n] * o)
-    return self.linear(jnp.concatenate(rows, axis=1), at + "o_proj")
+    return self.linear(np.concatenate(rows, axis=1), at + "o_proj")

@@ -63,23 +63,13 @@ def _reference(folder):
   return found, config["text_config"]
 
 
-def _tokens(seed=0):
-  rng = np.random.default_rng(seed)
-  return rng.integers(0, 300, LENGTH, dtype=np.int32)
-
-
-def _their_logits(tensors, text, tokens_T):
-  with k3_reference.in_float64():
-    run = jax.jit(lambda a: k3_reference.Network(a, text).logits(tokens_T))
-    return np.asarray(run(tensors))
-
-
 def test_logits(folder):
   model = huggingface.load(huggingface.read(folder))
-  tokens_T = _tokens()
+  rng = np.random.default_rng(0)
+  tokens_T = rng.integers(0, 300, LENGTH, dtype=np.int32)
   found = jax.jit(lambda model: model(tokens_T[None]))(model)[0]
-  expected = _their_logits(*_reference(folder), tokens_T)
-  assert expected.std() > 0.3
+  expected = k3_reference.Network(*_reference(folder)).logits(tokens_T)
+  assert expected.dtype == np.float64 and expected.std() > 0.3
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
