@@ -105,11 +105,9 @@ def _score(options: argparse.Namespace) -> None:
     length=length, opening=list(text_format.open_ids),
     prefix=text_format.prefix_id,
   )  # fmt: skip
-  results["environment"] = dict(
-    hardware=environment.hardware(), commit=environment.commit(),
-    jax=jax.__version__, devices=mesh.size,
-    seconds=time.perf_counter() - start,
-  )  # fmt: skip
+  results["environment"] = environment.facts() | dict(
+    devices=mesh.size, seconds=time.perf_counter() - start
+  )
   out.parent.mkdir(parents=True, exist_ok=True)
   files.write(out, json.dumps(results, indent=2) + "\n")
   rows = []

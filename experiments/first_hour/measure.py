@@ -267,12 +267,8 @@ def steps(name: str, rounds: int) -> Iterator[Row]:
 
     arguments = jax.jit(lambda s=structs: jax.tree.map(draw, s))()
     compiled = jax.jit(step).lower(*arguments).compile()
-    calls[arm] = functools.partial(compiled, *arguments)
+    calls["step", arm] = functools.partial(compiled, *arguments)
   times = measure_lib.in_turn(calls, rounds)
-  wall = {
-    arm: [one.wall * 1e3 for one in found] for arm, found in times.items()
-  }
-  base = min(arms[:2], key=lambda arm: statistics.median(wall[arm]))
   chip, _ = CHIPS.get(jax.devices()[0].device_kind, ("", 1))
   known = {
     one["arm"]: float(one["ms"])
@@ -280,20 +276,21 @@ def steps(name: str, rounds: int) -> Iterator[Row]:
     if (one["program"], one["place"], one["network"]) == ("step", chip, name)
     and one["ms"]
   }
-  for arm, found in wall.items():
+  for ratio in cost.ratios(times):
+    arm = ratio["arm"]
+    found = [one.wall * 1e3 for one in times["step", arm]]
     estimate = known.get(arm, 0.0)
     yield row(
       "step", size, arm, unit="ms", measured=statistics.median(found),
       spread=(min(found), max(found)), estimate=estimate,
     )  # fmt: skip
-    if arm.startswith("prenorm"):
+    if cost.is_baseline(arm):
       continue
-    ratio = measure_lib.ratios(times[arm], times[base])
     yield row(
       "step over PreNorm", size, arm, measured=ratio["ratio"],
       spread=(ratio["ratio_min"], ratio["ratio_max"]), limit=1.0,
       estimate=estimate and estimate / known["prenorm"],
-      reason=f"over {base}, {rounds} rounds",
+      reason=f"over {ratio['baseline']}, {rounds} rounds",
     )  # fmt: skip
 
 
