@@ -192,9 +192,7 @@ def own(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
 
 
 def of_data(
-  config: config_lib.DataConfig,
-  workdir: str | os.PathLike | None = None,
-  tokenizer: tokenizer_lib.Tokenizer | None = None,
+  config: config_lib.DataConfig, workdir: str | os.PathLike | None = None
 ) -> TextFormat:
   """The format of the texts that a run was trained on.
 
@@ -202,7 +200,6 @@ def of_data(
     config: `data` of the run's configuration.
     workdir: of the run, whose files tell what ends a text if the tokenizer has
       no vocabulary file.
-    tokenizer: of `config`; made if None.
 
   Raises:
     ConfigError: a file cannot be read, or a value cannot be used; names the
@@ -213,7 +210,7 @@ def of_data(
   if config.tokenizer_path:
     folder = epath.Path(config.tokenizer_path).expanduser().parent
   if folder is None or not (epath.Path(folder) / _IMPORTED).exists():
-    return own(tokenizer or tokenizer_lib.make_tokenizer(config))
+    return own(tokenizer_lib.make_tokenizer(config))
   return of_checkpoint(config, folder)
 
 

@@ -53,7 +53,6 @@ def of_calls(
   arguments: Sequence[jax.Array],
   *,
   rounds: int = ROUNDS,
-  loop_seconds: float = _LOOP_SECONDS,
 ) -> Seconds:
   """Seconds per call of `function(*arguments)`.
 
@@ -61,7 +60,6 @@ def of_calls(
     function: traceable; its results are arrays.
     arguments: on the device.
     rounds: of a short and a long loop each.
-    loop_seconds: that a long loop should take.
   """
   run = jax.jit(repeated(function))
 
@@ -73,9 +71,9 @@ def of_calls(
   seconds(_SHORT)
   # The start of a program counts for little once the loop is long enough.
   alone, count = seconds(_SHORT), 8
-  while (took := seconds(_SHORT + count) - alone) < loop_seconds / 4:
+  while (took := seconds(_SHORT + count) - alone) < _LOOP_SECONDS / 4:
     count *= 4
-  count = max(_SHORT, round(count * min(1.0, loop_seconds / took)))
+  count = max(_SHORT, round(count * min(1.0, _LOOP_SECONDS / took)))
   short, long = [], []
   for _ in range(rounds):
     short.append(seconds(_SHORT))
