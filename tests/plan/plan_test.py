@@ -86,12 +86,12 @@ def test_ragged_cuts_come_later(devices):
   assert fewest_steps(272) == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
-def test_plans_that_keep_more_than_half_come_last(devices):
+def test_plans_that_keep_most_of_the_memory_come_last(devices):
   """Even if less is computed again; of two, the one that keeps less first."""
-  config = _config(**{"model.width": 2048, "data.sequence_length": 8192})
+  config = _config(**{"model.width": 2048, "data.sequence_length": 16384})
   found, _ = candidates.plans(config, devices)
   shares = [plan.kept_bytes / 2**34 for plan in found]
-  large = [share for share in shares if share > 0.5]
+  large = [share for share in shares if share > 0.75]
   assert 0 < len(large) < len(found)
   assert shares[-len(large) :] == sorted(large)
   remats = [plan.overrides["model.remat"] for plan in found]
