@@ -63,8 +63,8 @@ def peak_bytes(compiled: Any) -> int:
   and the compiler accepts it for a chip of 16 with a mark of 12.5. The mark
   also counts arrays on the core. So the smaller of the two is enough.
 
-  For CPUs and GPUs, XLA takes the mark from the entry computation, without the
-  temporaries of its loops. There the sum counts.
+  The mark for CPUs leaves out temporaries of loops, and we have not compared
+  the mark for GPUs with what one needs. There the sum counts.
 
   Args:
     compiled: of `jax.stages.Lowered.compile`, with at least one argument and a

@@ -10,11 +10,11 @@ runs, of which nothing is read: as in training, a run that its text does not fit
 is refused, such as a long one with the default text.
 
 The command enumerates meshes (data, fsdp, expert), microbatches and
-`model.remat`, and drops what cannot fit by arithmetic. It compiles the best few
-by a rough estimate for the slice, which needs no TPU, and prints them, the
-fastest first, with flags that training takes. Each takes a minute or two, since
-the compiler is stopped before it writes machine code (`schedule`). Exit status
-1: none of them fits.
+`model.remat`, drops what cannot fit by arithmetic, and orders the rest by a few
+rules (`candidates`). It compiles the first few for the slice, which needs no
+TPU, and prints them, the fastest first, with flags that training takes. Each
+takes a minute or two, since the compiler is stopped before it writes machine
+code (`schedule`). Exit status 1: none of them fits.
 
 With --save, the fastest that fits is added to the file of --plans, from which
 runs with `optim.accumulate_steps=0` take it. With --sweep, every different step
