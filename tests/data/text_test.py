@@ -97,16 +97,6 @@ class TestTextSources:
     sorted(p for p in self.folder.rglob("*") if p.is_file())[0].unlink()
     assert before != _open(source, self.folder).describe()
 
-  @pytest.mark.parametrize("source", _WRITERS)
-  def test_a_missing_path_is_named(self, source):
-    with pytest.raises(
-      config_lib.ConfigError,
-      match=r"config.data.path: got '.*nowhere', expected",
-    ):
-      _open(source, self.folder / "nowhere")
-    with pytest.raises(config_lib.ConfigError, match="config.data.path"):
-      _open(source, self.folder)
-
   def test_text_that_is_not_utf8_is_named(self):
     (self.folder / "a.txt").write_bytes(b"ok")
     (self.folder / "b.txt").write_bytes(b"\xff\xfe")
