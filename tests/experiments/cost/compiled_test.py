@@ -80,6 +80,8 @@ def test_the_command_compiles_experts(tmp_path):
   (row,) = csv_rows.read(out)
   assert (row["mesh"], row["device_tokens"]) == ("1 x 1 x 16", "8192")
   assert float(row["GB"]) > float(row["least_GB"]) > float(row["fused_GB"])
-  # 15 of 16 devices' tokens and gradients come in, and as many sums go out.
+  # Tokens and their gradients come in from 15 devices, sums and the gradients
+  # of tokens go out, and routing: the backward pass takes tokens once more, for
+  # which the compiler keeps what came in.
   vectors = float(row["sent_GB"]) * 1e9 / (8192 * 15 * 896 * 2)
-  assert 5 < vectors < 6
+  assert 4 < vectors < 4.2
