@@ -8,9 +8,12 @@ configs/plans.csv.
 The least that memory has to move is in bfloat16. Forward, of each of the K
 experts of a token: the row of width D is written and read, and so is the
 result; gate, up and their product of width F are written and read. Once per
-token, the input is read and the sum written. That makes (4 K + 2) D + 6 K F
-numbers, and both passes move 3.3 times that. If hidden units stay on the core,
-the second term goes. What several devices exchange is not in it.
+token, the input is read and the sum written:
+
+  (4 K + 2) D + 6 K F
+
+Both passes move 3.3 times as much. If hidden units stay on the core, the second
+term goes. What several devices exchange is not in it.
 """
 
 from collections.abc import Mapping, Sequence
