@@ -5,6 +5,7 @@ Ids, text and the reason of the end, over tokenizers of several kinds that this
 test trains and prompts of many scripts.
 """
 
+import copy
 import json
 import random
 
@@ -65,6 +66,26 @@ def _theirs(model, tokenizer, prompt, ends):
   return drawn, text, "stop" if stopped else "length"
 
 
+def _is_tie(model, tokenizer, prompt, ours, theirs):
+  """Whether rounding alone decides between the first tokens that differ.
+
+  Tokenizers are trained a little differently every time, and so a test may draw
+  a network with such a tie.
+  """
+  import torch
+
+  same = [a == b for a, b in zip(ours[0], theirs[0])]
+  if all(same):
+    return False
+  at = same.index(False)
+  ids = tokenizer(prompt)["input_ids"][:-1] + theirs[0][:at]
+  exact = copy.deepcopy(model).double()
+  with torch.no_grad():
+    logits = exact(torch.tensor([ids])).logits[0, -1]
+  one, other = logits[ours[0][at]], logits[theirs[0][at]]
+  return bool(min(one, other) >= logits.max() - 1e-5 * logits.abs().max())
+
+
 def _check(tmp_path, kind, count, capsys):
   source, folder = tmp_path / "source", tmp_path / "run"
   source.mkdir()
@@ -83,8 +104,12 @@ def _check(tmp_path, kind, count, capsys):
   found = map(json.loads, capsys.readouterr().out.splitlines())
   reasons = set()
   for line in found:
-    expected = _theirs(model, tokenizer, prompts[line["index"]], ends)
-    assert (line["ids"], line["text"], line["finish"]) == expected
+    prompt = prompts[line["index"]]
+    expected = _theirs(model, tokenizer, prompt, ends)
+    ours = line["ids"], line["text"], line["finish"]
+    if ours != expected and _is_tie(model, tokenizer, prompt, ours, expected):
+      continue
+    assert ours == expected
     reasons.add(line["finish"])
   assert reasons == {"stop", "length"}
 
