@@ -10,8 +10,17 @@ import importlib.metadata
 import mmap
 import os
 import pathlib
+import signal
 
 from packaging import requirements
+
+# A shell's background job ignores these, and so would every process of a test.
+for _number, _usual in (
+  (signal.SIGINT, signal.default_int_handler),
+  (signal.SIGHUP, signal.SIG_DFL),
+):
+  if signal.getsignal(_number) is signal.SIG_IGN:
+    signal.signal(_number, _usual)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # If libtpu is installed, it must neither look for a pod nor lock a device.
