@@ -60,7 +60,8 @@ def test_rows_say_where_they_come_from(file):
 @pytest.mark.parametrize("name", publish_test.NAMES)
 def test_documents_name_every_commit_of_their_rows(name):
   # A page may show rows of another experiment.
-  pages = (ROOT / "experiments").rglob("*.md")
+  folders = ("experiments", "kernels", "docs")
+  pages = (page for one in folders for page in (ROOT / one).rglob("*.md"))
   named = "\n".join(page.read_text() for page in pages)
   published = publish.load(name)
   for file in {place.rows for place in published.places}:
