@@ -26,7 +26,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 help:
 	@echo "make demo       train four residual schemes side by side (about 20"
 	@echo "                minutes on 2 cores) and write runs/demo/report.html"
-	@echo "make sweep      scaling laws of three schemes (half an hour on 2 cores;"
+	@echo "make sweep      scaling laws of three schemes (45 minutes on 2 cores;"
 	@echo "                stop and rerun it at any time); updates"
 	@echo "                runs/scaling/report.html while it runs"
 	@echo "make pod        compile the 48B training step for 64 TPU v5p chips, without"
