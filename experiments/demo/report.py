@@ -66,10 +66,9 @@ def _answer(
   inside = ""
   if all(one.status == state_lib.DONE for one in progress):
     looks_of: dict[str, list[Look]] = {}
-    for one in progress:
-      if one.run is not None and "budget" not in one.run.overrides:
-        known = looks_of.setdefault(one.residual, [])
-        known.append(look(folder, one.run, first=not known))
+    for one, run in _whole(progress):
+      known = looks_of.setdefault(one.residual, [])
+      known.append(look(folder, run, first=not known))
     inside = page.fill(
       _INSIDE.read_text(encoding="utf-8"),
       depth_figure=_depth(looks_of),
@@ -85,30 +84,38 @@ def _answer(
   )
 
 
+def _whole(
+  progress: Sequence[monitor.Progress],
+) -> list[tuple[monitor.Progress, grid.Run]]:
+  """Runs of full length."""
+  return [
+    (one, one.run)
+    for one in progress
+    if one.run is not None and "budget" not in one.run.overrides
+  ]
+
+
 def _validation(
   folder: epath.Path, progress: Sequence[monitor.Progress]
 ) -> page.Html:
-  """Losses during the runs of full length, and how many tokens each reads."""
-  runs: dict[str, dict[int, curves.Series]] = {}
-  tokens = 0
-  for one in progress:
-    if one.run is None or "budget" in one.run.overrides:
-      continue
-    data_config = folder_lib.run_config(one.run).data
-    rows = metrics.read_rows(
-      folder / one.run.name, "validation", on_damage=lambda text: None
+  """Losses during the runs of full length, on a sample of the split."""
+  whole = [one for one, _ in _whole(progress)]
+  rows = {
+    one.name: metrics.read_rows(
+      folder / one.name, "validation", on_damage=lambda text: None
     )
-    # The last one, at the end, reads the whole split.
-    sampled = [row for row in rows if row["tokens"] == rows[0]["tokens"]]
-    if not sampled:
-      continue
-    tokens = sampled[0]["tokens"]
-    per_step = data_config.batch_size * data_config.sequence_length
-    runs.setdefault(one.residual, {})[one.run.overrides["seed"]] = (
-      [row["step"] * per_step for row in sampled],
-      [row["loss"] for row in sampled],
-    )
-  figure = curves.draw({"Validation": runs}) if runs else None
+    for one in whole
+  }
+  tokens = min((own[0]["tokens"] for own in rows.values() if own), default=0)
+
+  def sampled(one: monitor.Progress) -> curves.Curve:
+    # The last row, at the end, reads the whole split.
+    own = [row for row in rows[one.name] if row["tokens"] == tokens]
+    return [(row["step"], row["loss"]) for row in own]
+
+  # All have one setting.
+  panels = list(curves.of_sweep(whole, sampled).values())
+  figure = curves.draw({"Validation": panels[0]}) if panels else None
   if figure is None:
     return page.Html("")
   text = (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses during runs, and differences from the baseline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib import figure as figure_lib
@@ -20,24 +20,33 @@ _TITLE_LETTERS = 80
 
 # One run: tokens and losses.
 Series = tuple[Sequence[float], Sequence[float]]
+# The same, with steps.
+Curve = Sequence[tuple[int, float]]
 # Indexed by panel, scheme and seed.
 Panels = Mapping[str, Mapping[str, Mapping[int, Series]]]
 
 
-def of_sweep(progress: Sequence[monitor.Progress]) -> Panels:
-  """Training losses, a panel per setting.
+def of_sweep(
+  progress: Sequence[monitor.Progress],
+  curve: Callable[[monitor.Progress], Curve] = lambda one: one.curve,
+) -> Panels:
+  """Losses of runs, a panel per setting.
 
   A variant is no setting if it alone has its scheme.
+
+  Args:
+    progress: of a sweep.
+    curve: steps and losses of a run; by default of training.
   """
   known = {(one.residual, _variant(one)) for one in progress}
   schemes = [scheme for scheme, _ in known]
   without = {"variant"} if len(schemes) == len(set(schemes)) else set()
   panels: dict[str, dict[str, dict[int, Series]]] = {}
   for one in progress:
-    if one.run is not None and one.curve:
+    if one.run is not None and (points := curve(one)):
       config = folder_lib.run_config(one.run)
       tokens = config.data.batch_size * config.data.sequence_length
-      steps, loss = np.transpose(one.curve)
+      steps, loss = np.transpose(points)
       setting = losses.setting(one.run.overrides, without)
       panel = panels.setdefault(setting, {})
       panel.setdefault(one.residual, {})[config.seed] = steps * tokens, loss
