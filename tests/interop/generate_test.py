@@ -102,16 +102,17 @@ def _check(tmp_path, kind, count, capsys):
   flags += ["--temperature=0", f"--num_tokens={NUM_TOKENS}"]
   assert sample.main(flags) == 0
   found = map(json.loads, capsys.readouterr().out.splitlines())
-  reasons = set()
+  reasons, ties = set(), 0
   for line in found:
     prompt = prompts[line["index"]]
     expected = _theirs(model, tokenizer, prompt, ends)
     ours = line["ids"], line["text"], line["finish"]
     if ours != expected and _is_tie(model, tokenizer, prompt, ours, expected):
+      ties += 1
       continue
     assert ours == expected
     reasons.add(line["finish"])
-  assert reasons == {"stop", "length"}
+  assert reasons == {"stop", "length"} and ties <= 1
 
 
 @pytest.mark.needs("transformers")
