@@ -21,12 +21,13 @@ def network(
   block_size: int = 4,
   form: str = "two_phase",
   norm_eps: float = 1e-6,
+  **fields,
 ):
   """A network of `num_layers` transformer blocks and random coefficients."""
   model = tiny_network.model(
     name, seed=3, num_layers=num_layers, block_size=block_size, form=form,
     init_std=0.3,
-    norm_eps=norm_eps,
+    norm_eps=norm_eps, **fields,
   )  # fmt: skip
   rng = np.random.default_rng(5)
   if hasattr(model.residual, "queries"):

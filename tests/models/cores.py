@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of one sublayer's core, a mixer or experts, have in common."""
 
-import math
-
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from tests import tiny_network
 
 apply = jax.jit(lambda module, x_BTD, segments=None: module(x_BTD, segments))
 
@@ -65,15 +61,3 @@ def assert_rounds_activations_only(module, x_BTD, expected, tolerance):
     # The load of the experts is counted in whole numbers.
     if "selection_bias" not in jax.tree_util.keystr(path):
       assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
-
-
-def full_size(core):
-  """The core of the 48B network, as shapes."""
-  config = tiny_network.full_size()
-  module = jax.eval_shape(lambda: core(config, rngs=nnx.Rngs(params=0)))
-  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(module))
-  return module
-
-
-def count(*trees):
-  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trees))

@@ -71,16 +71,6 @@ def test_gradients(num_sublayers, block_size, form):
   _assert_close(found, expected, 1e-10)
 
 
-@pytest.mark.parametrize("block_size", [2, 4, 6, 12])
-def test_listing_is_equation_6(block_size):
-  layers, embedding = trunks.toy(12)
-  u = np.random.default_rng(4).standard_normal((13, trunks.WIDTH))
-  arguments = trunks.functions(layers, 12), u, embedding, block_size
-  expected = trunks.block_attnres(*arguments)
-  _assert_close(trunks.fig2(*arguments), expected, 1e-13)
-  _assert_close(trunks.fig2_per_sublayer(*arguments), expected, 1e-13)
-
-
 def test_kimi_k3_has_these_sources():
   """The schedule of its released code, whose blocks have 12 layers of two."""
   model = config_lib.load_config("configs/kimi_k3_attnres.py").model
@@ -101,19 +91,6 @@ def test_kimi_k3_has_these_sources():
   assert scheme.segments()[-1] == (168, 186)
   count = sum(leaf.size for leaf in jax.tree.leaves(scheme))
   assert count == 2 * 7168 * (2 * 93 + 1) == 2_680_832
-
-
-def test_embedding_is_one_source_not_two():
-  # The other way to read Fig. 2 starts with the embedding in `blocks` as well
-  # as in the partial sum, which counts it twice for the whole network.
-  layers, module, embedding = _network(4, block_size=4)
-  u, f = trunks.folded(module), trunks.functions(layers, 4)
-  values = [np.asarray(embedding)]
-  for l in range(4):
-    partial = [sum(values[1:])] if l else []
-    values.append(f[l](trunks.attend(u[l], [values[0]] * 2 + partial)))
-  twice = trunks.attend(u[4], [values[0]] * 2 + [sum(values[1:])])
-  assert np.abs(_run(layers, module, embedding) - twice).max() > 1e-2
 
 
 def test_full_attnres_is_equations_1_to_4():

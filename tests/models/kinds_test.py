@@ -42,23 +42,6 @@ def test_stacks_follow_the_pattern():
   assert sizes == {"kda": {1}, "mla": {3}, "mlp": {1}, "moe": {3}}
 
 
-@jax.jit
-def _alone(part, h_BTD):
-  return part.core(part.norm(h_BTD), None)
-
-
-def test_sublayers_run_in_the_order_of_depth():
-  model = _model("prenorm")
-  tokens = np.zeros((1, 3), np.int32)
-  trace = jax.jit(lambda m: m.trace(tokens))(model)
-  seen = dict.fromkeys(model.sublayers, 0)
-  for l, kind in enumerate(model.config.sublayer_kinds):
-    index, seen[kind] = seen[kind], seen[kind] + 1
-    part = jax.tree.map(lambda a, i=index: a[i], model.sublayers[kind])
-    expected = _alone(part, trace.reads[l])
-    np.testing.assert_allclose(trace.values[l + 1], expected, atol=1e-4)
-
-
 @pytest.mark.parametrize(
   "name,remat",
   [

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import optimizer
 from attnres_jax.common import sharding
 from attnres_jax.common import topology
 from attnres_jax.models import moe
@@ -94,6 +93,11 @@ def _loss(module, x, segments=None):
   return jnp.sum(jnp.sin(module(x, segments)))
 
 
+def _assert_equal(found, expected):
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
+
+
 _gradient = jax.jit(jax.grad(_loss))
 _value_and_gradients = jax.jit(jax.value_and_grad(_loss, argnums=(0, 1)))
 
@@ -126,9 +130,7 @@ def test_latents_over_devices(mesh):
   module, x_BTD = _module(num_experts=8, **K3), _inputs()
   expected = _value_and_gradients(module, x_BTD)
   found = _over(_mesh(**mesh))(module, x_BTD)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    scale = np.abs(b).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + scale))
+  _assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("groups,top", [(2, 1), (3, 2)])
@@ -180,36 +182,7 @@ def test_gradients_are_those_of_the_dense_form():
   expected = jax.jit(jax.grad(dense, argnums=(0, 1)))(module, x_BTD)
   for gradient in (found[0], expected[0]):
     gradient.selection_bias[...] = jnp.zeros(EXPERTS)  # Tested below.
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
-
-
-def test_weights_sum_to_the_factor():
-  module = _module()
-  module.selection_bias[...] = _uneven_bias()
-  weight_UK, expert_UK = module.route(_inputs().reshape(-1, WIDTH))
-  np.testing.assert_allclose(weight_UK.sum(1), FACTOR, rtol=1e-6)
-  assert np.all(np.diff(np.sort(expert_UK, axis=1), axis=1) > 0)
-
-
-def test_bias_only_changes_which_experts_are_chosen():
-  module, x_UD = _module(), _inputs().reshape(-1, WIDTH)
-  weight_UK, expert_UK = module.route(x_UD)
-  score_UE = np.asarray(jax.nn.sigmoid(x_UD @ module.router[...]))
-  # One number for all experts chooses the same ones, with the same weights:
-  # weights made of z + b would become more even.
-  module.selection_bias[...] = jnp.full(EXPERTS, 10.0)
-  shifted_weight_UK, shifted_expert_UK = module.route(x_UD)
-  np.testing.assert_array_equal(shifted_expert_UK, expert_UK)
-  np.testing.assert_array_equal(shifted_weight_UK, weight_UK)
-  # Other choices are weighted by their scores.
-  module.selection_bias[...] = _uneven_bias()
-  weight_UK, biased_expert_UK = module.route(x_UD)
-  assert np.any(np.sort(biased_expert_UK) != np.sort(expert_UK))
-  chosen_UK = np.take_along_axis(score_UE, np.asarray(biased_expert_UK), 1)
-  np.testing.assert_allclose(
-    weight_UK, FACTOR * chosen_UK / chosen_UK.sum(1, keepdims=True), rtol=1e-5
-  )
+  _assert_equal(found, expected)
 
 
 def test_ties_go_to_the_lower_index():
@@ -302,30 +275,6 @@ def test_load_through_a_scan_of_stacked_layers(remat):
     x_BTD = x_BTD + cores.apply(layer, x_BTD)
 
 
-def test_load_of_mapped_modules():
-  x_BTD = _inputs()
-  modules = jax.vmap(lambda key: moe.Moe(_config(), rngs=nnx.Rngs(params=key)))(
-    jax.random.split(jax.random.key(5), 2)
-  )
-  loss = lambda m: jnp.sum(jax.vmap(_loss, in_axes=(0, None))(m, x_BTD))
-  found = _found_load(jax.jit(jax.grad(loss))(modules))
-  for i in range(2):
-    module = jax.tree.map(lambda a, i=i: a[i], modules)
-    np.testing.assert_array_equal(found[i], _load(module, x_BTD))
-
-
-def test_load_over_microbatches():
-  module, x_BTD = _module(), _inputs()
-
-  def add(total, x):
-    return jax.tree.map(jnp.add, total, jax.grad(_loss)(module, x)), None
-
-  zero = jax.tree.map(jnp.zeros_like, module)
-  parts = x_BTD.reshape(4, BATCH // 4, TOKENS, WIDTH)
-  gradient, _ = jax.jit(lambda parts: jax.lax.scan(add, zero, parts))(parts)
-  np.testing.assert_array_equal(_found_load(gradient), _load(module, x_BTD))
-
-
 def _mesh(**axes):
   return sharding.make_mesh(config_lib.MeshConfig(**dict(data=1) | axes))
 
@@ -373,23 +322,10 @@ def test_over_devices(axes, ambient):
   arguments = module, x_BTD, segments
   found = _over(_mesh(**axes), ambient)(*arguments)
   expected = _value_and_gradients(*arguments)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
+  _assert_equal(found, expected)
   np.testing.assert_array_equal(
     _found_load(found[1][0]), _load(module, x_BTD, segments > 0)
   )
-
-
-def test_experts_of_one_device():
-  """All tokens go to the same device, more than fit into one piece."""
-  module, x_BTD = _module(), _inputs()
-  module.selection_bias[...] = jnp.repeat(jnp.array([0.0, 2.0]), EXPERTS // 2)
-  _, experts = _definition(module, x_BTD)
-  assert experts.min() == EXPERTS // 2
-  found = _over(_mesh(expert=2))(module, x_BTD)
-  expected = _value_and_gradients(module, x_BTD)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
 
 
 def test_expert_parallel_in_bfloat16():
@@ -416,8 +352,7 @@ def test_all_tokens_to_one_expert(axes):
   load = _found_load(found[1][0])
   np.testing.assert_array_equal(load, 40 * (np.arange(8) == 5))
   expected = _value_and_gradients(module, x_BTD)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
+  _assert_equal(found, expected)
 
 
 def test_pieces_hold_the_usual_number_of_rows():
@@ -502,48 +437,6 @@ def test_devices_share_the_work():
   assert "all-gather" not in program and "all-to-all" not in program
 
 
-def test_balance_update():
-  load = jnp.array([[4.0, 1.0, 1.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
-  bias = jnp.array([[0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.0, 0.0]])
-  found = optimizer.balance_update(bias, load, 0.01)
-  # Errors -2, 1, 1, 0, the mean of whose signs is 1/4; none in the second.
-  expected = bias[0] + 0.01 * (np.array([-1, 1, 1, 0]) - 0.25)
-  np.testing.assert_allclose(found[0], expected, rtol=1e-6)
-  np.testing.assert_array_equal(found[1], bias[1])
-  np.testing.assert_allclose(found.sum(1), bias.sum(1), rtol=1e-6)
-  np.testing.assert_array_equal(optimizer.balance_update(bias, load, 0.0), bias)
-
-
-def test_balance_update_evens_the_load():
-  """A router that prefers some experts too much, over many steps."""
-  rng = np.random.default_rng(0)
-  liking = np.linspace(-1.0, 1.0, 16)
-  x_UD = jnp.asarray(rng.normal(size=(512, 8)), jnp.float32)
-  config = tiny_network.config(
-    width=8,
-    init_std=0.3,
-    moe=config_lib.MoeConfig(num_experts=16, top_k=2, expert_width=4),
-  )
-  module = moe.Moe(config, rngs=nnx.Rngs(params=0))
-  # The first channel is constant: a bias of the logits.
-  x_UD = x_UD.at[:, 0].set(1.0)
-  module.router[...] = module.router[...].at[0].set(liking)
-
-  @jax.jit
-  def step(module):
-    bias = module.selection_bias[...]
-    load = moe.expert_counts(module.route(x_UD)[1], 16).astype(jnp.float32)
-    return optimizer.balance_update(bias, load, 0.01), moe.load_metrics(load)
-
-  bias, first = step(module)
-  for _ in range(100):
-    module.selection_bias[...] = bias
-    bias, last = step(module)
-  assert first["max_violation"] > 2 and last["max_violation"] < 0.5
-  assert first["entropy"] < last["entropy"]
-  np.testing.assert_allclose(np.sum(bias), 0, atol=1e-5)
-
-
 def test_load_metrics():
   load = jnp.array([[3.0, 3.0, 3.0, 3.0], [0.0, 8.0, 0.0, 0.0], [1, 3, 0, 4]])
   found = moe.load_metrics(load)
@@ -552,11 +445,3 @@ def test_load_metrics():
   np.testing.assert_allclose(found["entropy"], [1, 0, entropy], atol=1e-6)
   np.testing.assert_allclose(found["max_violation"], [0, 3, 1], atol=1e-6)
   np.testing.assert_allclose(found["unused"], [0, 0.75, 0.25])
-
-
-def test_parameters_at_full_size():
-  module = cores.full_size(moe.Moe)
-  assert cores.count(module.router, module.selection_bias) == 590_080
-  experts = module.gate, module.up, module.down
-  assert cores.count(experts) == 256 * 7_077_888
-  assert cores.count(module.shared) == 7_077_888

@@ -86,19 +86,6 @@ class TestReads:
       longest = max(np.linalg.norm(s, axis=-1).max() for s in sources)
       assert np.linalg.norm(h, axis=-1).max() <= longest + 1e-12
 
-  def test_zero_queries_read_the_mean(self, name, size, fields):
-    module, values = (
-      trunks.scheme(name, DEPTH, scale=0.0, **fields),
-      _values(DEPTH),
-    )
-    for l, h in enumerate(_reads(module, values)):
-      _close(h, np.mean(np.stack(_sources(values, l, size)), axis=0), 1e-14)
-
-  def test_first_sublayer_reads_the_embedding(self, name, size, fields):
-    module, values = trunks.scheme(name, DEPTH, **fields), _values(DEPTH)
-    found = _reads(module, values)[0]
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(values[0]))
-
   def test_long_queries_read_the_best_source(self, name, size, fields):
     module, values = (
       trunks.scheme(name, DEPTH, scale=1e6, **fields),
@@ -111,27 +98,6 @@ class TestReads:
       best = np.argmax(np.sum(key * u[l], -1), axis=0)
       chosen = np.take_along_axis(source, best[None, ..., None], axis=0)[0]
       _close(h, chosen, 1e-12)
-
-  def test_orthogonal_equivariance(self, name, size, fields):
-    module, values = trunks.scheme(name, DEPTH, **fields), _values(DEPTH)
-    rotation, _ = np.linalg.qr(np.random.default_rng(3).normal(size=(6, 6)))
-    assert abs(rotation - np.eye(6)).max() > 0.1
-    expected = [h @ rotation for h in _reads(module, values)]
-    u = trunks.folded(module)
-    module.queries.query[...] = u @ rotation
-    module.queries.gain[...] = np.ones_like(u)
-    _close(_reads(module, [v @ rotation for v in values]), expected)
-
-  def test_order_of_sources_does_not_matter(self, name, size, fields):
-    module, values = trunks.scheme(name, DEPTH, **fields), _values(DEPTH)
-    outputs, size = values[1:], size or 1
-    blocks = [outputs[i : i + size] for i in range(0, DEPTH, size)]
-    short = [blocks.pop()] if len(blocks[-1]) < size else []
-    swapped = [v for b in [*blocks[::-1], *short] for v in b[::-1]]
-    before = _reads(module, values)
-    after = _reads(module, [values[0], *swapped])
-    _close(after[-1], before[-1], 1e-13)
-    assert np.abs(after[2] - before[2]).max() > 1e-3
 
   def test_weights_sum_to_one_and_make_the_reads(self, name, size, fields):
     module, values = trunks.scheme(name, DEPTH, **fields), _values(DEPTH)
@@ -154,35 +120,6 @@ class TestReads:
         block = f"block {n + 1}" if whole else "partial"
         expected.append(block if size else f"sublayer {start + 1}")
       assert names == tuple(expected)
-
-
-@pytest.mark.parametrize("name,size,fields", SCHEMES)
-def test_weights_ignore_the_length_of_a_source(name, size, fields):
-  module, values = (
-    trunks.scheme(name, DEPTH, eps=1e-30, **fields),
-    _values(DEPTH),
-  )
-  lengths = [2.0, 0.3, 5.0, 0.7, 1.9, 0.2]
-  group = [0] + [1 + (l // (size or 1)) for l in range(DEPTH)]
-  scaled = [lengths[g] * v for g, v in zip(group, values)]
-  _close(_weights(module, scaled), _weights(module, values), 1e-12)
-  # Not so for a change of sign, which the softmax must notice.
-  flipped = [-values[0], *values[1:]]
-  change = _weights(module, flipped)[-1] - _weights(module, values)[-1]
-  assert np.abs(change).max() > 1e-2
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_source_twice_is_a_logit_larger_by_log_2(form):
-  fields = dict(form=form, schedule_size=2)
-  module, values = trunks.scheme("full_attnres", 3, **fields), _values(3)
-  values[3] = values[1]
-  u = trunks.folded(module)[-1]
-  source = np.stack(values[:3])
-  logit = np.sum(trunks.rms_norm(source, trunks.EPS) * u, axis=-1)
-  weight = np.exp(logit + np.log([1.0, 2.0, 1.0])[:, None, None])
-  mixed = np.sum(weight[..., None] * source, 0) / np.sum(weight, 0)[..., None]
-  _close(_reads(module, values)[-1], mixed, 1e-13)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -235,42 +172,3 @@ def test_block_count_rounds_the_size_up(
   assert module.block_size == size
   assert [b - a for a, b in module.segments()] == lengths
   assert len(module.source_labels()[-1]) == len(lengths) + 1
-
-
-# Every scheme that starts as the same function, at L = 4.
-TWINS = [("rescaled", {}), ("full_attnres", dict(schedule_size=3))]
-TWINS += [("block_attnres", dict(block_size=s)) for s in (1, 2, 3, 4)]
-
-
-@jax.jit
-def _normed_output(layers, module, embedding):
-  """Final-norm output, and gradients of a scalar of it."""
-
-  def value(layers, embedding):
-    h = trunks.run(layers, module, embedding)
-    h = trunks.rms_norm(h, 0.0)
-    return trunks.score(h), h
-
-  gradient, h = jax.grad(value, argnums=(0, 1), has_aux=True)(layers, embedding)
-  return h, gradient
-
-
-@pytest.mark.parametrize("name,fields", TWINS)
-def test_zero_queries_are_the_prenorm_network(name, fields):
-  layers, embedding = trunks.toy(4, eps=0.0)
-  # Not quite 0: the empty partial sum of a block is scored (with weight 0).
-  twin = trunks.scheme(name, 4, scale=0.0, eps=1e-30, **fields)
-  expected = trunks.prenorm(trunks.functions(layers, 4), embedding)
-  expected = trunks.rms_norm(expected, 0.0)
-  plain = _normed_output(layers, trunks.scheme("prenorm", 4), embedding)
-  _close(plain[0], expected, 1e-13)
-  _close(_normed_output(layers, twin, embedding), plain, 1e-11)
-
-
-def test_other_queries_are_another_network():
-  layers, embedding = trunks.toy(4, eps=0.0)
-  plain = _normed_output(layers, trunks.scheme("prenorm", 4), embedding)[0]
-  for name in ("full_attnres", "block_attnres"):
-    module = trunks.scheme(name, 4, num_blocks=2)
-    other = _normed_output(layers, module, embedding)[0]
-    assert np.abs(other - plain).max() > 0.1

@@ -13,7 +13,6 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models import residuals
 from attnres_jax.models import trunk
-from attnres_jax.models.mixers import rope as rope_lib
 from tests import tiny_network
 from tests.models import trunks
 
@@ -33,6 +32,8 @@ VARIANTS = dict(
   rope=config_lib.RopeConfig(scaling="llama3", original_length=40),
   rope_theta=10.0,
 )
+# mla mlp, kda moe, mla moe.
+MIXED = tiny_network.KINDS | dict(mixers=("mla", "kda", "mla"), num_kv_heads=0)
 
 
 def _model(name="block_attnres", **fields):
@@ -235,76 +236,6 @@ def test_gradients_are_causal(name):
   assert matrix[np.tril_indices(6)].min() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["prenorm", "block_attnres"])
-def test_documents_do_not_see_each_other(name):
-  model, tokens = _model(name), _tokens()
-  segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 3]] * 2, np.int32)
-  changed = np.where(segments == 2, (tokens + 5) % VOCAB, tokens)
-  before = _logits(model, tokens, segments)
-  after = _logits(model, changed.astype(np.int32), segments)
-  same = segments != 2
-  np.testing.assert_array_equal(before[same], after[same])
-  assert jnp.abs(before[~same] - after[~same]).max() > 0.1
-  # Without the numbers the later document does see the change.
-  leak = _logits(model, tokens) - _logits(model, changed.astype(np.int32))
-  assert jnp.abs(leak[segments == 3]).min() > 1e-6
-  # A document gives the same result anywhere in its row.
-  alone = _logits(model, tokens[:, 3:7])
-  np.testing.assert_allclose(before[:, 3:7], alone, rtol=0, atol=2e-4)
-
-
-def test_grouped_queries_are_repeated_heads():
-  grouped = _model("prenorm", num_kv_heads=2)
-  plain = _model("prenorm", num_kv_heads=4)
-  for part in ("embedding", "sublayers", "final_norm"):
-    setattr(plain, part, getattr(grouped, part))
-  for name in ("key", "value"):
-    matrix = getattr(grouped.sublayers.attention.core, name)[...]
-    assert matrix.shape == (3, 16, 2, 4)
-    attention = plain.sublayers.attention.core
-    plain_matrix = getattr(attention, name)
-    repeated = jnp.repeat(matrix, 2, axis=2)
-    setattr(attention, name, type(plain_matrix)(repeated))
-  tokens = _tokens()
-  np.testing.assert_allclose(
-    _logits(plain, tokens), _logits(grouped, tokens), rtol=0, atol=1e-5
-  )
-
-
-def test_rope_scores_depend_on_distance_only():
-  rng = np.random.default_rng(0)
-  q, k = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
-  length = 12
-  q = rope_lib.apply_rope(jnp.tile(q, (1, length, 1, 1)), 50.0)[0, :, 0]
-  k = rope_lib.apply_rope(jnp.tile(k, (1, length, 1, 1)), 50.0)[0, :, 0]
-  score = np.asarray(q @ k.T)
-  for distance in range(-length + 1, length):
-    diagonal = np.diagonal(score, distance)
-    np.testing.assert_allclose(diagonal, diagonal[0], rtol=0, atol=1e-5)
-  assert np.std(score[0]) > 0.1
-  np.testing.assert_allclose(
-    np.linalg.norm(q, axis=-1), np.linalg.norm(q[0]), rtol=1e-5
-  )
-
-
-def test_tied_head_is_the_table():
-  tied = _model(tie_embeddings=True)
-  leaves = jax.tree.leaves(tied.embedding)
-  assert [a.shape for a in leaves] == [(VOCAB, 16)]
-  np.testing.assert_array_equal(
-    tied.embedding.head_DV(), tied.embedding.table[...].T
-  )
-  assert _model().embedding.head[...].shape == (16, VOCAB)
-
-
-def test_soft_cap_bounds_and_keeps_order():
-  tokens = _tokens()
-  free, capped = _model(), _model(logit_soft_cap=1.5)
-  a, b = _logits(free, tokens), _logits(capped, tokens)
-  assert jnp.abs(a).max() > 3 and jnp.abs(b).max() < 1.5
-  np.testing.assert_allclose(b, 1.5 * np.tanh(a / 1.5), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", FEW)
 def test_bfloat16_computes_with_float32_weights(name):
   model, tokens = _model(name, dtype="bfloat16"), _tokens()
@@ -347,9 +278,11 @@ def test_half_precision_does_not_round_running_sums():
     np.testing.assert_array_equal(carry, 256.0 + 5 * 0.5)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_trace_is_what_the_network_did(name):
-  model, tokens = _model(name), _tokens()
+@pytest.mark.parametrize(
+  "name,kinds", [*((name, {}) for name in SCHEMES), ("prenorm", MIXED)]
+)
+def test_trace_is_what_the_network_did(name, kinds):
+  model, tokens = _model(name, **kinds), _tokens()
   trace = _trace(model, tokens)
   assert len(trace.values) == len(trace.reads) == 7
   np.testing.assert_allclose(
@@ -358,9 +291,10 @@ def test_trace_is_what_the_network_did(name):
     rtol=0,
     atol=1e-4,
   )
-  for l in range(6):
-    kind = ("attention", "mlp")[l % 2]
-    part = jax.tree.map(lambda a, l=l: a[l // 2], model.sublayers[kind])
+  seen = dict.fromkeys(model.sublayers, 0)
+  for l, kind in enumerate(model.config.sublayer_kinds):
+    index, seen[kind] = seen[kind], seen[kind] + 1
+    part = jax.tree.map(lambda a, i=index: a[i], model.sublayers[kind])
     output = _alone(part, trace.reads[l])
     np.testing.assert_allclose(trace.values[l + 1], output, rtol=0, atol=1e-4)
 

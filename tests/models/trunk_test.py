@@ -14,6 +14,8 @@ from tests import jaxprs
 from tests import tiny_network
 from tests.models import trunks
 
+VALUE_QUERY = config_lib.DepthReadConfig(value_query=True)
+
 pytestmark = pytest.mark.usefixtures("float64")
 
 
@@ -32,10 +34,9 @@ def _value_and_grad(layers, module, embedding, **options):
   return value, by_layers, jax.tree.leaves(by_scheme), by_embedding
 
 
+# Gradients of blocks are in fig2_oracle_test.py.
 TWO_PHASE = [
-  ("block_attnres", 4, dict(block_size=2)),
   ("block_attnres", 5, dict(block_size=3)),
-  ("block_attnres", 3, dict(block_size=1)),
   ("full_attnres", 5, dict(schedule_size=3)),
   ("full_attnres", 3, dict(schedule_size=1)),
   ("full_attnres", 3, dict(schedule_size=9)),
@@ -118,6 +119,10 @@ def test_remat_by_name():
     ("full_attnres", dict(form="one_softmax")),
     ("block_attnres", dict(block_size=2)),
     ("block_attnres", dict(block_size=2, form="one_softmax")),
+    ("delta_attnres", dict(read=VALUE_QUERY)),
+    ("delta_block", dict(block_size=2, read=VALUE_QUERY)),
+    # The last block is one sublayer, whose detail is the block.
+    ("haares", dict(block_size=2)),
   ],
 )
 def test_state_is_valid_between_any_two_sublayers(name, fields):
@@ -135,22 +140,11 @@ def test_state_is_valid_between_any_two_sublayers(name, fields):
       found.append(base.before_norm(module, carry, slot))
       carry = module.write(carry, slot, values[l + 1])
       state = module.close(state, carry, l + 1)
+      state = module.put_together(*module.take_apart(state))
     return [*found, module.readout(state)]
 
   expected = trunks.reads(module, values)
   _assert_same(one_by_one(module, values), expected, 1e-13)
-
-
-@pytest.mark.parametrize("name", ["prenorm", "rescaled"])
-def test_fixed_residuals_are_sums_and_means(name):
-  module = trunks.scheme(name, 5)
-  rng = np.random.default_rng(0)
-  values = list(jnp.asarray(rng.standard_normal((6, 2, 3, trunks.WIDTH))))
-  for l, h in enumerate(trunks.reads(module, values)):
-    expected = sum(values[: l + 1]) / (l + 1 if name == "rescaled" else 1)
-    _assert_same(h, expected, 1e-14)
-  assert module.depth_weights(values) is None
-  assert module.source_labels() is None
 
 
 @pytest.mark.parametrize(

@@ -322,13 +322,6 @@ class TestColumns:
     attend = functools.partial(causal_attention.attend, kernel="tiled", tile=3)
     return jax.jit(attend)(self.query, self.key, self.value, columns=columns)
 
-  def test_without_weight_they_are_nothing(self):
-    logits = jnp.full((2, 7, 4, 1), -1e9)
-    columns = causal_attention.Columns(logits, self.value[:, :, :, None])
-    np.testing.assert_allclose(
-      self._attend(columns), self._attend(None), atol=1e-5
-    )
-
   def test_a_copy_of_the_own_token_adds_log_two(self):
     keys = jnp.repeat(self.key, 2, axis=2)
     logits = 0.5 * jnp.einsum("BTNH,BTNH->BTN", self.query, keys)

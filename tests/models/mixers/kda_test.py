@@ -161,13 +161,6 @@ def test_gradients_of_packed_documents():
     cores.assert_close(a, b, 1e-4)
 
 
-def test_is_causal():
-  module, x_BTD = _module(), _inputs()[:1]
-  reach_TS = cores.reach(module, x_BTD[0])
-  assert np.all(np.triu(reach_TS, 1) == 0)
-  assert np.all(np.diag(reach_TS) > 0) and reach_TS[-1, 0] > 0
-
-
 def test_endless_decay_leaves_the_convolution():
   """With g -> -inf, a token sees only the inputs of its own q, k and v."""
   module, x_BTD = _module(), _inputs()[:1]
@@ -239,10 +232,6 @@ def test_initial_gates_are_in_their_ranges():
   assert 0.99e-3 < step.min() < 1.01e-3 and 0.099 < step.max() < 0.1001
   # Log-uniform: as many below the geometric mean as above.
   np.testing.assert_allclose(np.mean(np.log(step)), np.log(1e-2), atol=0.05)
-
-
-def test_parameters_at_full_size():
-  assert cores.count(cores.full_size(mixers.Kda)) == 39_514_272
 
 
 def test_save_reaches_the_kernels():

@@ -172,13 +172,6 @@ def test_packed_documents_do_not_meet():
   cores.assert_documents_apart(module, x_BTD, segments_T, _definition)
 
 
-def test_is_causal():
-  module, x_BTD = _module(), _inputs()
-  reach_TS = cores.reach(module, x_BTD[0])
-  assert np.all(np.triu(reach_TS, 1) == 0)
-  assert np.all(np.tril(reach_TS) + np.triu(np.ones_like(reach_TS), 1) > 0)
-
-
 @pytest.mark.parametrize("option", ["rank", "positions", "both", "gate"])
 def test_options_are_their_definition(option):
   module, x_BTD = _module(**OPTIONS[option]), _inputs()
@@ -224,16 +217,6 @@ def test_first_tokens_need_no_cache(heads, option):
   cores.assert_close(found, cores.apply(module, x_BTD))
 
 
-def test_the_order_of_the_past_does_not_matter():
-  """No positions: the last token sees a set."""
-  module, x_BTD = _module(), _inputs()
-  order = np.random.default_rng(0).permutation(TOKENS - 1)
-  shuffled = jnp.concatenate([x_BTD[:, order], x_BTD[:, -1:]], axis=1)
-  found, expected = cores.apply(module, shuffled), cores.apply(module, x_BTD)
-  cores.assert_close(found[:, -1], expected[:, -1])
-  assert np.abs(found[:, :-1] - expected[:, :-1]).max() > 0.1
-
-
 def test_latents_cannot_stand_for_several_inputs():
   module, x_BTD = _module(), _inputs()
   different = base.QKV(x_BTD, x_BTD, 2 * x_BTD)
@@ -250,10 +233,3 @@ def test_bfloat16():
   y, cache = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
   assert y.dtype == cache.arrays[0].dtype == jnp.bfloat16
   cores.assert_close(y.astype(jnp.float32), expected, 0.02)
-
-
-def test_parameters_at_full_size():
-  module = cores.full_size(mixers.Mla)
-  assert cores.count(module) == 29_114_880
-  cache = jax.eval_shape(lambda module: module.init_cache(1, 1), module)
-  assert cache.arrays[0].size == 576

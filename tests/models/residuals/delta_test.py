@@ -6,9 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax import analysis
 from attnres_jax import config as config_lib
-from attnres_jax.models.residuals import base
 from tests import tiny_network
 from tests.models import trunks
 
@@ -128,25 +126,6 @@ def test_gates_are_the_definition(name, gate):
       np.testing.assert_allclose(h, one, atol=1e-12)
 
 
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", ["delta_attnres", "delta_block"])
-def test_the_state_is_valid_between_any_two_sublayers(name):
-  values = _values()
-  module = _module(name, value_query=True)
-  state, found = module.init(values[0]), []
-  for l in range(6):
-    state = module.put_together(*module.take_apart(state))
-    carry, slots = module.open(state, l, l + 1)
-    slot = jax.tree.map(lambda a: a[0], slots)
-    found.append(base.before_norm(module, carry, slot))
-    state = module.close(state, module.write(carry, slot, values[l + 1]), l + 1)
-  found.append(module.readout(state))
-  for h, wanted in zip(found, trunks.reads(module, values)):
-    for a, b in zip(base.qkv(h), base.qkv(wanted)):
-      np.testing.assert_allclose(a, b, atol=1e-13)
-  assert isinstance(found[2], base.QKV)
-
-
 TOKENS = np.random.default_rng(0).integers(0, 16, (2, 5), dtype=np.int32)
 
 
@@ -165,13 +144,6 @@ def _logits_and_gradient(model):
 
   gradient, logits = jax.grad(value, has_aux=True)(model)
   return logits, gradient.residual
-
-
-def test_zero_queries_are_prenorm():
-  plain = _logits(_network("prenorm", norm_eps=1e-12))
-  delta = _logits(_network("delta_attnres", norm_eps=1e-12))
-  np.testing.assert_allclose(delta, plain, atol=1e-5)
-  assert np.std(plain) > 0.3
 
 
 def test_conversion_is_prenorm_bit_by_bit_until_its_gate_opens():
@@ -208,31 +180,6 @@ def test_gates_start_where_they_should():
     alpha = np.asarray(scheme.gates(0, 4))
     np.testing.assert_array_equal(alpha[0], 0)
     np.testing.assert_allclose(alpha[1:], 0.11920292, rtol=1e-6)
-
-
-def test_blocks_sum_to_the_stream():
-  module = _network("delta_block").residual
-  rng = np.random.default_rng(0)
-  values = jnp.asarray(rng.standard_normal((5, 1, 2, 16)), jnp.float32)
-  state = base.run_through(
-    module, values[0], lambda l, carry, slot: values[l + 1]
-  )
-  np.testing.assert_allclose(sum(state.blocks), sum(values[:3]), atol=1e-5)
-  np.testing.assert_allclose(state.stream_BTD, sum(values), atol=1e-5)
-
-
-def test_mixing_matrix_is_one_plus_the_weights():
-  model = _network("delta_attnres")
-  query = model.residual.queries.query
-  query[...] = np.random.default_rng(1).standard_normal(query.shape)
-  token = TOKENS[:1, :1]
-  matrix = analysis.mixing_matrix(model, token, include_output=True)
-  weights = jax.jit(
-    lambda model: model.residual.depth_weights(model.trace(token).values)
-  )(model)
-  for l, weight in enumerate(weights):
-    attention = np.asarray(weight)[:, 0, 0] if l else 0
-    np.testing.assert_allclose(matrix[l, : l + 1], 1 + attention, atol=1e-5)
 
 
 def test_another_null_source_is_refused():

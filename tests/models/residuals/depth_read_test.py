@@ -30,11 +30,6 @@ def _values(seed=2):
   return list(jnp.asarray(rng.standard_normal((4, 1, 2, trunks.WIDTH))))
 
 
-@jax.jit
-def _third_read(module, sources):
-  return module.attend(module.queries.single(2), tuple(sources))
-
-
 def _sources(name, values, l):
   if name == "full_attnres":
     return values[: l + 1]
@@ -158,83 +153,6 @@ def test_gradients_of_two_phases_are_those_of_the_definition(name, options):
   for a, b in zip(*leaves):
     scale = 1 + np.abs(np.asarray(b)).max()
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * scale)
-
-
-def test_zero_queries_read_the_mean_with_any_number_of_heads():
-  values = _values()
-  for heads in (1, 2, 3, 6):
-    module = _scheme("full_attnres", "two_phase", spread=0.0, heads=heads)
-    h = _third_read(module, values[:3])
-    np.testing.assert_allclose(h, np.mean(values[:3], axis=0), atol=1e-14)
-
-
-def test_slices_are_independent_but_for_the_norm():
-  module, values = _scheme("full_attnres", heads=3), _values()
-  # A change of sign in a slice keeps the norm.
-  sign = np.repeat([[[1.0, -1.0, 1.0]]], 2, axis=-1)
-  changed = [v * sign for v in values]
-  for form in FORMS:
-    module = _scheme("full_attnres", form, heads=3)
-    h, other = (
-      np.asarray(_third_read(module, v[:3])) for v in (values, changed)
-    )
-    np.testing.assert_allclose(other[..., :2], h[..., :2], atol=1e-14)
-    np.testing.assert_allclose(other[..., 4:], h[..., 4:], atol=1e-14)
-    assert np.abs(other - h)[..., 2:4].max() > 0.1
-
-
-def test_equal_queries_of_keys_and_values_are_the_parent():
-  values = _values()
-  module = _scheme("block_attnres", "two_phase", value_query=True)
-  parent = _scheme("block_attnres", "two_phase")
-
-  def reads(value_query):
-    module.queries.value_query[...] = value_query
-    return trunks.reads(module, values)
-
-  found = reads(module.queries.query[::2])
-  expected = trunks.reads(parent, values)
-  for l, (h, wanted) in enumerate(zip(found, expected)):
-    for part in base.qkv(h):
-      np.testing.assert_allclose(part, wanted, atol=1e-14, err_msg=str(l))
-  moved = reads(module.queries.query[::2] + 1)
-  for h, wanted in zip(moved, found):
-    np.testing.assert_array_equal(base.query_input(h), base.query_input(wanted))
-  assert np.abs(moved[2].value - found[2].value).max() > 0.1
-
-
-def test_keys_of_full_rank_are_the_paper_s():
-  values = tuple(_values()[:3])
-  low, full = _scheme("full_attnres", rank=6), _scheme("full_attnres")
-  assert low.queries.gain is None
-  full.queries.gain[...] = np.ones_like(full.queries.gain[...])
-  found, expected = (np.asarray(_third_read(m, values)) for m in (low, full))
-  np.testing.assert_allclose(found, expected, atol=1e-14)
-  # Other coordinates than the key's have no influence on the weights.
-  low = _scheme("full_attnres", rank=2)
-  factor = np.array([[[-3.0, -3.0, -3.0, -3.0, 1.0, 1.0]]])
-  changed = [v * factor for v in values]
-  weights = [
-    low.mean_weights(low.queries.single(2), v) for v in (values, changed)
-  ]
-  np.testing.assert_array_equal(*weights)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_null_sources_take_weight(form):
-  sources = tuple(jnp.abs(v) for v in _values()[:3])
-  module = _scheme("full_attnres", form, spread=0.0, null="zero")
-  h = _third_read(module, sources)
-  np.testing.assert_allclose(h, sum(sources) / 4, atol=1e-14)
-  # Also with a single source.
-  h = _third_read(module, sources[:1])
-  np.testing.assert_allclose(h, sources[0] / 2, atol=1e-14)
-  module = _scheme("full_attnres", form, null="zero")
-  total = np.sum(module.mean_weights(module.queries.single(2), sources), 0)
-  assert np.all(total < 1)
-  module.queries.query[...] = -1e3 / np.asarray(module.queries.gain[...])
-  h = _third_read(module, sources)
-  np.testing.assert_allclose(h, 0, atol=1e-300)
 
 
 def test_parameters_and_their_start():

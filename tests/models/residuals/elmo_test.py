@@ -4,7 +4,6 @@
 import numpy as np
 import pytest
 
-from tests.analysis import networks
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -24,17 +23,6 @@ def _definition(sublayers, p, h):
 
 def test_is_its_definition():
   trunks.check("elmo", _definition)
-
-
-def test_mixing_matrix():
-  """Sublayers read the plain sum, the head a mean of all states."""
-  module = trunks.scheme("elmo", 4)
-  weight = _weights(trunks.parameters(module))
-  expected = np.tril(np.ones((5, 5)))
-  expected[-1] = [weight[i:].sum() for i in range(5)]
-  values = np.random.default_rng(0).standard_normal((5, trunks.WIDTH))
-  found = networks.recorded_matrix(module, values)
-  np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_starts_as_the_mean_of_all_states():

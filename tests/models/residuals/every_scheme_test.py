@@ -18,10 +18,12 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
 from attnres_jax import optimizer
+from attnres_jax.analysis.mixing_matrix import response
 from attnres_jax.common import sharding
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
 from attnres_jax.models import trunk
+from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams
 from tests import jaxprs
 from tests import tiny_network
@@ -41,6 +43,16 @@ def _kinds(name):
   # Programs of streams are the largest, and all their sublayers are alike.
   is_large = issubclass(residuals.RESIDUALS[name], streams.Streams)
   return trunks.KINDS[:1] * 2 if is_large else trunks.KINDS * 2
+
+
+def _scheme(name):
+  heads = 2 if name.startswith("delta_mh") else 0
+  return trunks.scheme(
+    name,
+    len(_kinds(name)),
+    block_size=_block_size(name),
+    read=config_lib.DepthReadConfig(heads=heads),
+  )
 
 
 def _whole(kinds, layers, scheme, embedding):
@@ -84,14 +96,7 @@ def _schemes():
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", list(_schemes()))
 def test_scan_loop_parts_and_checkpoints_agree(name):
-  kinds = _kinds(name)
-  heads = 2 if name.startswith("delta_mh") else 0
-  scheme = trunks.scheme(
-    name,
-    len(kinds),
-    block_size=_block_size(name),
-    read=config_lib.DepthReadConfig(heads=heads),
-  )
+  kinds, scheme = _kinds(name), _scheme(name)
   layers, embedding = trunks.toy(4, pre_norm=scheme.pre_norm)
   layers = {kind: layers[kind] for kind in kinds}
   arguments = layers, scheme, embedding
@@ -120,6 +125,32 @@ def test_scan_loop_parts_and_checkpoints_agree(name):
   assert len(computed) == 2 * len(kinds)
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", list(_schemes()))
+def test_reads_are_linear_while_coefficients_are_fixed(name):
+  """So that mixing matrices show the coefficients, and nothing else."""
+  scheme, rng = _scheme(name), np.random.default_rng(2)
+  values, way, other = jnp.asarray(
+    rng.standard_normal((3, len(_kinds(name)) + 1, 1, 2, trunks.WIDTH))
+  )
+
+  @jax.jit
+  def responses(values):
+    along = lambda values: response(scheme, values, way)
+    return (
+      response(scheme, values, values),
+      jax.jvp(along, (values,), (other,)),
+    )
+
+  whole, (change, bend) = responses(values)
+  for h, wanted in zip(whole, trunks.reads(scheme, values), strict=True):
+    for a, b in zip(base.qkv(h), base.qkv(wanted)):
+      np.testing.assert_allclose(a, b, atol=1e-12)
+  assert np.abs(base.query_input(change[-1])).max() > 0.1
+  for leaf in jax.tree.leaves(bend):
+    np.testing.assert_allclose(leaf, 0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", residuals.RESIDUALS)
 def test_abstract_properties(name):
   config = tiny_network.config(
@@ -137,6 +168,60 @@ def test_abstract_properties(name):
   assert flops.flops_per_token(config, LENGTH).residual >= 0
   moved = traffic.of_scheme(config)
   assert moved.reads > 0 and moved.writes > 0
+
+
+def _streams(columns, gains=True, angles=0):
+  """Parameters of a relative of mHC, per sublayer of width 32."""
+  return (4 * 32 + 1) * (8 + columns) + 3 + (4 * 32 if gains else 0) + angles
+
+
+# Parameters of four sublayers of width 32, and vectors of a token's state.
+SIZES = {
+  "ddl": (4 * (3 * 32 + 1), 1),
+  "ddl_4": (4 * (6 * 32 + 1) + 5 * 4 * 32, 4),
+  "ddl_sigmoid": (4 * (3 * 32 + 2), 1),
+  "deepnorm": (4 * 32, 1),
+  "denseformer": (4 * 5 // 2 + 5, 1),
+  "densenet": ((4 * 5 // 2 + 5) * 32**2, 1),
+  "dwa": (2 + 3, 1),
+  "dwa_2x2": (2, 1),
+  "elmo": (5, 2),
+  # Gates of rank 4 of each read, and weights of each write.
+  "gated_residual": (4 * 4 * 32 * (2 * 4 + 4 + 1) + 4 * 32 * (2 * 4 + 1), None),
+  "highway": (4 * (32 * 32 + 32), 1),
+  "highway_scalar": (4 * (32 + 1), 1),
+  "hybridnorm": (2 * 32, 1),
+  "hyper_connections": (4 * (4 * 6 + 32 * 6 + 32 + 2), 4),
+  "krom_hc": (4 * _streams(2 * 2), 4),
+  "laurel_lr": (4 * 2 * 64 * 32, 1),
+  "laurel_pa": (4 * (2 * 64 * 32 + 4), 1 + 4),
+  "laurel_rw": (4 * 2, 1),
+  "layerscale": (4 * 32, 1),
+  "linear_attnres": (5 * 4 * (1 + 32), None),
+  "mhc": (4 * _streams(4**2, gains=False), 4),
+  "mhc_lite": (4 * _streams(24), 4),
+  "mrla_light": (2 * (3 + 3 + 3 * 32 + 32), 2),
+  "mudd": ((8 + 12) * 32 + 8 * 8 + 12 * 3 + 8 + 3 + 2 * 32, None),
+  "ohc": (4 * _streams(8, gains=False), 4),
+  "rezero": (4, 1),
+  "shc": (4 * _streams(3**2, angles=4), 4),
+  # Of three norms per sublayer, one is the sublayer's own.
+  "siamesenorm": (2 * 5 * 32, 2),
+  "static_hyper_connections": (4 * 4 * 6, 4),
+  "xhc": (4 * ((4 * 32 + 1) * 48 + 3 + 14 * 32 + 15) + 2 * 24 * 32, 16),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_of_parameters_and_states(name):
+  config = tiny_network.config(name, width=32)
+  scheme = residuals.abstract_residual(config)
+  count, vectors = SIZES[name]
+  assert sum(leaf.size for leaf in jax.tree.leaves(scheme)) == count
+  vector = jax.ShapeDtypeStruct((1, 1, 32), "float32")
+  state = jax.eval_shape(type(scheme).init, scheme, vector)
+  if vectors:
+    assert sum(a.size for a in jax.tree.leaves(state)) == vectors * 32
 
 
 def test_names_and_families():

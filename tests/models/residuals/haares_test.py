@@ -16,13 +16,11 @@ pytestmark = pytest.mark.usefixtures("float64")
 LAST = 7  # sublayers, in blocks of 3: the last has one.
 
 
-def _module(name="haares", bias=None, **options):
+def _module(**options):
   read = config_lib.DepthReadConfig(**options)
-  module = trunks.scheme(name, LAST, block_size=3, read=read)
-  if name == "haares":
-    drawn = np.random.default_rng(3).standard_normal(LAST + 1)
-    start = drawn if bias is None else np.full(LAST + 1, bias)
-    module.bias = nnx.Param(jnp.asarray(start))
+  module = trunks.scheme("haares", LAST, block_size=3, read=read)
+  drawn = np.random.default_rng(3).standard_normal(LAST + 1)
+  module.bias = nnx.Param(jnp.asarray(drawn))
   return module
 
 
@@ -64,30 +62,6 @@ def test_reads_are_the_definition(heads):
   module, values = _module(heads=heads), _values()
   for l, h in enumerate(trunks.reads(module, values)):
     np.testing.assert_allclose(h, _read(module, values, l), atol=1e-12)
-
-
-def test_without_details_it_is_block_attnres():
-  values = _values()
-  found = trunks.reads(_module(bias=-1e30), values)
-  expected = trunks.reads(_module("block_attnres"), values)
-  for h, wanted in zip(found, expected, strict=True):
-    np.testing.assert_allclose(h, wanted, atol=1e-13)
-
-
-def test_a_block_of_one_sublayer_is_its_own_detail():
-  module, values = _module(), _values()
-  state = module.init(values[0])
-  for l in range(LAST):
-    carry, slots = module.open(state, l, l + 1)
-    slot = jax.tree.map(lambda a: a[0], slots)
-    state = module.close(state, module.write(carry, slot, values[l + 1]), l + 1)
-    state = module.put_together(*module.take_apart(state))
-  assert len(state.sources) == 7
-  np.testing.assert_allclose(state.sources[-1], values[-1], atol=1e-12)
-  np.testing.assert_allclose(state.sources[-2], values[-1], atol=1e-12)
-  assert np.abs(state.sources[2] - state.sources[1]).max() > 0.1
-  expected = trunks.reads(module, values)[-1]
-  np.testing.assert_allclose(module.readout(state), expected, atol=1e-12)
 
 
 def test_ratios_have_no_gradient():

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention over depth: the recurrence against its matrix."""
 
-import jax
 import numpy as np
 import pytest
 
-from attnres_jax import analysis
-from tests import tiny_network
 from tests.models import trunks
 
 
@@ -40,25 +37,3 @@ def test_the_recurrence_is_the_matrix():
     wanted = np.moveaxis(matrix[:, :, l, : l + 1], -1, 0)
     np.testing.assert_allclose(weight, wanted, atol=1e-12)
   assert np.abs(weights[-1] - 1 / 6).max() > 0.05
-
-
-TOKENS = np.random.default_rng(0).integers(0, 16, (1, 1), dtype=np.int32)
-
-
-def test_starts_as_prenorm_and_has_a_matrix_of_its_rank():
-  fields = dict(num_layers=4, norm_eps=1e-12)
-  model = tiny_network.model("linear_attnres", streams=2, **fields)
-  plain = tiny_network.model("prenorm", **fields)
-  run = jax.jit(lambda m: m(TOKENS))
-  np.testing.assert_allclose(run(model), run(plain), atol=1e-5)
-
-  module, rng = model.residual, np.random.default_rng(1)
-  assert module.query.shape == (9, 2) and module.key.shape == (9, 2, 16)
-  assert 0.5 < np.std(module.query[...]) < 1.5
-  for leaf in (module.query, module.key):
-    leaf[...] = rng.standard_normal(leaf.shape).astype(np.float32)
-  matrix = analysis.mixing_matrix(model, TOKENS, include_output=True)
-  trace = jax.jit(lambda model: model.trace(TOKENS))(model)
-  expected = _matrix(module, trace.values)[0, 0]
-  np.testing.assert_allclose(matrix, expected, atol=1e-4)
-  assert analysis.semiseparable_rank(expected, 1e-9) == 2

@@ -131,16 +131,6 @@ def test_definition(name):
   np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
 
 
-def test_restarts():
-  layers, embedding = trunks.toy(10)
-  sublayers = trunks.functions(layers, 10)
-  scheme = trunks.scheme("mrla", 10)
-  p = jax.tree.map(np.asarray, scheme.projections)
-  restarted = _base(sublayers, p, np.asarray(embedding))
-  whole = _base(sublayers, p, np.asarray(embedding), period=5)
-  assert np.abs(restarted - whole).max() > 1e-3
-
-
 def test_sizes():
   scheme = trunks.scheme("mrla_light", 6)
   D = trunks.WIDTH
@@ -155,9 +145,3 @@ def test_sizes():
       )
     assert module.query.shape == (1, taps)
     assert module.value.shape == (1, 3, width)
-
-
-def test_state_of_light_is_two_vectors():
-  _, embedding = trunks.toy(2)
-  state = trunks.scheme("mrla_light", 2).init(embedding)
-  assert [a.shape for a in jax.tree.leaves(state)] == [embedding.shape] * 2

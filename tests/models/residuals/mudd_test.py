@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MUDD against its equations in NumPy, with mixers of three inputs."""
 
-import dataclasses
 import math
 
 import jax
@@ -9,11 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax import analysis
-from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax.models.residuals import base
-from tests.analysis import networks
 from tests.models import trunks
 
 L = 4  # two blocks
@@ -109,64 +104,3 @@ def test_definition(float64):
   got = run(embedding)
   want = _network(scheme, gain, np.asarray(embedding))
   np.testing.assert_allclose(got, want, rtol=1e-11)
-
-
-def test_number_of_parameters(float64):
-  D, scheme = trunks.WIDTH, trunks.scheme("mudd", L)
-  expected = {
-    "first": (8 + 12) * D,
-    "second": 8 * 8 + 12 * 3,
-    "bias": 8 + 3,
-    "key_gain": D,
-    "value_gain": D,
-  }
-  sizes = {name: getattr(scheme, name).size for name in expected}
-  assert sizes == expected
-  assert sum(a.size for a in jax.tree.leaves(scheme)) == sum(expected.values())
-  with pytest.raises(config_lib.ConfigError, match="num_layers.*got 1.*mudd"):
-    trunks.scheme("mudd", 2)
-
-
-CONFIG = config_lib.ModelConfig(
-  vocab_size=19, width=16, num_layers=2, num_heads=2, mlp_width=24, init_std=0.3
-)
-
-
-def _model(name):
-  residual = config_lib.ResidualConfig(name=name)
-  return models.build_model(
-    dataclasses.replace(CONFIG, residual=residual), seed=3
-  )
-
-
-def test_starts_as_prenorm():
-  tokens = networks.tokens(2, 5)
-  logits = [
-    np.asarray(jax.jit(lambda m, t: m(t))(_model(name), tokens))
-    for name in ("mudd", "prenorm")
-  ]
-  assert logits[0].std() > 0.3
-  np.testing.assert_allclose(*logits, atol=1e-5)
-
-
-def test_mixing_matrix_is_the_product_of_the_mixtures():
-  model, token = networks.network("mudd", num_layers=2), networks.tokens(1, 1)
-  matrix = analysis.mixing_matrix(model, token, include_output=True)
-  trace = networks.trace(model, token)
-  # Unroll: outputs of blocks, and reads, as combinations of the values.
-  values, rows = np.eye(L + 1), []
-  weights = jax.jit(model.residual.weights)
-  outputs, stream = [values[0]], values[0]
-  reads = values[0]
-  for t in range(1, L // 2 + 1):
-    rows += [reads, stream + values[2 * t - 1]]
-    stream = stream + values[2 * t - 1] + values[2 * t]
-    outputs.append(stream)
-    outputs_BTD = [
-      sum(c * np.asarray(v) for c, v in zip(x, trace.values)) for x in outputs
-    ]
-    a = np.asarray(weights(tuple(outputs_BTD)))
-    mixed = [sum(w[j, 0, 0] * outputs[j] for j in range(t + 1)) for w in a]
-    reads, stream = mixed[0], mixed[-1]
-  rows.append(stream)
-  np.testing.assert_allclose(matrix, rows, atol=2e-4)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-Gate Residuals against their equations in NumPy loops."""
 
-import dataclasses
 import functools
 import math
 
@@ -10,11 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax import analysis
 from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax.models import residuals
-from tests.analysis import networks
 from tests.models import trunks
 
 NAMES = ("multi_gate", "multi_gate_competitive")
@@ -97,17 +93,3 @@ def test_too_many_competing_streams():
   ):
     _scheme(NAMES[1], streams=14)
   assert _scheme(NAMES[0], streams=14).num_streams == 14
-
-
-def test_rank_of_the_mixing_matrix():
-  config = networks.network("prenorm", num_layers=4).config
-  residual = config_lib.ResidualConfig(name=NAMES[0], streams=2)
-  model = models.build_model(dataclasses.replace(config, residual=residual))
-  rng = np.random.default_rng(7)
-  model.residual = jax.tree.map(
-    lambda a: a + jnp.asarray(rng.standard_normal(a.shape), a.dtype),
-    model.residual,
-  )
-  found = analysis.mixing_matrix(model, networks.tokens(1, 1))
-  np.testing.assert_allclose(found.sum(1), 1, atol=1e-5)
-  assert analysis.semiseparable_rank(found) == 2

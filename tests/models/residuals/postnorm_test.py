@@ -7,12 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import analysis
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
-from tests.analysis import networks
 from tests.models import trunks
 
 ALPHA = {"postnorm": 1.0, "deepnorm": 5**0.25, "keel": 5.0}
@@ -43,26 +41,6 @@ def test_is_its_definition(float64, name):
 
 def test_hybridnorm_is_its_definition(float64):
   trunks.check("hybridnorm", _hybridnorm, 6)
-
-
-@pytest.mark.parametrize("name", ALPHA)
-def test_mixing_matrix(float64, name):
-  """With unit gains, powers of alpha times products of the norms' factors."""
-  module = trunks.scheme(name, 5, scale=0.0)
-  values = np.random.default_rng(0).standard_normal((6, trunks.WIDTH))
-  h, factor = values[0], []
-  for l in range(5):
-    h = ALPHA[name] * h + values[l + 1]
-    factor.append(1 / np.sqrt(np.mean(h**2) + trunks.EPS))
-    h = factor[l] * h
-  expected = np.zeros((6, 6))
-  for l in range(6):
-    for i in range(l + 1):
-      first = max(i, 1)
-      expected[l, i] = ALPHA[name] ** (l - i) * np.prod(factor[first - 1 : l])
-  found = networks.recorded_matrix(module, values)
-  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
-  assert analysis.semiseparable_rank(found) == 1
 
 
 @pytest.mark.parametrize(
@@ -144,12 +122,3 @@ def test_only_hybridnorm_switches_norms_of_mixers_on():
     core = sublayer.abstract_core("attention", config)
     extra = len(jax.tree.leaves(core)) - 4
     assert extra == count
-
-
-def test_numbers_of_parameters():
-  for name, count in (("postnorm", 6), ("keel", 6), ("hybridnorm", 3)):
-    config = dataclasses.replace(
-      KINDS, residual=config_lib.ResidualConfig(name=name)
-    )
-    leaves = jax.tree.leaves(residuals.abstract_residual(config))
-    assert sum(leaf.size for leaf in leaves) == count * KINDS.width

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """ReZero and LayerScale against their equations."""
 
-import dataclasses
-
 from flax import nnx
-import jax
 import numpy as np
 import pytest
 
-from attnres_jax import analysis
 from attnres_jax import config as config_lib
 from attnres_jax.models import residuals
-from tests.analysis import networks
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -42,33 +37,3 @@ def test_starts():
     )
     module = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
     np.testing.assert_allclose(module.factor[...], start)
-
-
-def test_unit_factors_are_prenorm():
-  layers, embedding = trunks.toy(4)
-  module = trunks.scheme("layerscale", 4, scale=0.0)
-  module = jax.tree.map(np.ones_like, module)
-  found = trunks.run(layers, module, embedding, scan=False)
-  expected = trunks.prenorm(trunks.functions(layers, 4), embedding)
-  np.testing.assert_allclose(found, expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["rezero", "layerscale"])
-def test_mixing_matrix(name):
-  module = trunks.scheme(name, 6)
-  values = np.random.default_rng(0).standard_normal((7, trunks.WIDTH))
-  factor = np.reshape(trunks.parameters(module).factor, (6, -1))
-  row = np.array([1.0, *factor.mean(axis=1)])
-  found = networks.recorded_matrix(module, values)
-  np.testing.assert_allclose(found, np.tril(np.tile(row, (7, 1))), atol=1e-6)
-  assert analysis.semiseparable_rank(found) == 1
-
-
-def test_numbers_of_parameters():
-  for name, count in (("rezero", 6), ("layerscale", 6 * 8)):
-    config = config_lib.ModelConfig(width=8, num_layers=3)
-    config = dataclasses.replace(
-      config, residual=config_lib.ResidualConfig(name=name)
-    )
-    leaves = jax.tree.leaves(residuals.abstract_residual(config))
-    assert sum(leaf.size for leaf in leaves) == count

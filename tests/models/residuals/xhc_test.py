@@ -6,8 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax import config as config_lib
-from attnres_jax.models import residuals
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -101,16 +99,3 @@ def test_other_streams_keep_their_bits_and_updates_are_orthogonal():
   differs = np.abs(others - updates).max(axis=(1, 3)) > 1e-6
   assert not differs[:, :2].any() and differs[:, 2].all()
   assert not differs[0, 3:].any() and differs[1:, 3:].all()
-
-
-def test_number_of_parameters():
-  config = config_lib.ModelConfig(
-    width=10,
-    num_layers=2,
-    num_heads=1,
-    residual=config_lib.ResidualConfig(name="xhc"),
-  )
-  scheme = residuals.abstract_residual(config)
-  sublayer = (4 * 10 + 1) * 48 + 3 + 14 * 10 + 15
-  count = 4 * sublayer + 2 * 24 * 10
-  assert sum(a.size for a in jax.tree.leaves(scheme)) == count
