@@ -207,18 +207,6 @@ class TestDepthAttention:
         jnp.stack(dsources), dsources_, rtol=1e-9, atol=1e-12
       )
 
-  def test_second_derivative_of_the_reference(self):
-    query, source, _, _ = make(7, 2, 3, (2,), 8, "float32")
-    f = lambda q: jnp.sum(
-      depth_attention(q, tuple(source), implementation="reference")[0] ** 2
-    )
-    hessian = jax.jit(jax.hessian(f))(query)
-    step = 1e-2
-    shifted = query.at[0, 3].add(step)
-    slope = jax.jit(jax.grad(f))
-    wanted = (slope(shifted) - slope(query)) / step
-    np.testing.assert_allclose(hessian[..., 0, 3], wanted, atol=5e-2)
-
   @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
   def test_vmap_over_a_batch(self, implementation):
     query, source, _, _ = make(8, 2, 3, (2, 4), 16, "float32")

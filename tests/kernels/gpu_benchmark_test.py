@@ -73,11 +73,6 @@ def test_needs_a_gpu():
   assert re.search("^gpu.py: needs a GPU, .*$", str(caught.value))
 
 
-def test_unknown_suite():
-  with pytest.raises(SystemExit), mock.patch("sys.stderr"):
-    gpu.main(["--platform=cpu", "--suite=reads"])
-
-
 @pytest.mark.parametrize("suite", ["read", "phase1"])
 def test_suite_on_cpu(suite, tmp_path):
   with mock.patch.object(gpu, "_TABLE", tmp_path / "gpu.csv"):

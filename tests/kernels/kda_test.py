@@ -250,18 +250,6 @@ class TestMemory:
   """The purpose of the delta rule: a key-value memory that can forget."""
 
   @pytest.mark.parametrize("implementation", PLAIN)
-  def test_orthonormal_keys_recall_their_values(self, implementation):
-    width = 8
-    k = jnp.eye(width)[None, :, None]
-    _, _, v, _, _, _ = make(10, 1, width, 1, width, 5)[0]
-    f = functools.partial(call, implementation, scale=1.0, chunk_size=4)
-    ones, zeros = jnp.ones((1, width, 1)), jnp.zeros((1, width, 1, width))
-    _, state = f(k, k, v, zeros, ones, jnp.zeros((1, 1, width, 5)))
-    # Asked again, in another order, without writing.
-    o, _ = f(k[:, ::-1], k, 0 * v, zeros, 0 * ones, state)
-    np.testing.assert_allclose(o, v[:, ::-1], atol=1e-6)
-
-  @pytest.mark.parametrize("implementation", PLAIN)
   @pytest.mark.parametrize("strength", (-1e4, -np.inf))
   @pytest.mark.parametrize("at", (0, 3, 4, 6))
   def test_strong_decay_is_an_exact_reset(self, implementation, strength, at):
@@ -305,86 +293,7 @@ class TestMemory:
     np.testing.assert_allclose(o, v, atol=1e-5)
 
 
-class TestSequence:
-  @pytest.mark.parametrize("implementation", PLAIN)
-  @pytest.mark.parametrize("at", (4, 7))
-  def test_state_carries_across_calls(self, implementation, at):
-    arguments, cotangents = make(20, 2, 10, 2, 4, 3)
-
-    def halves(*arguments):
-      *tokens, state = arguments
-      f = functools.partial(call, implementation, chunk_size=4)
-      a, state = f(*(x[:, :at] for x in tokens), state)
-      b, state = f(*(x[:, at:] for x in tokens), state)
-      return jnp.concatenate([a, b], axis=1), state
-
-    actual = value_and_gradients(halves, arguments, cotangents)
-    wanted = run("reference", arguments, cotangents)
-    assert_all_close(actual, wanted, 1e-5)
-
-  @pytest.mark.parametrize("implementation", PLAIN)
-  def test_packed_documents_are_separate_calls(self, implementation):
-    arguments, cotangents = make(21, 1, 12, 2, 4, 3)
-    bounds = (0, 3, 4, 9, 12)  # One within a chunk of 4, one at its start.
-    ids = np.repeat([5, 7, 5, 2], np.diff(bounds))[None]
-
-    def separate(*arguments):
-      *tokens, state = arguments
-      outputs = []
-      for start, stop in zip(bounds, bounds[1:]):
-        document = (x[:, start:stop] for x in tokens)
-        o, last = call("reference", *document, state)
-        outputs.append(o)
-        state = 0 * state
-      return jnp.concatenate(outputs, axis=1), last
-
-    wanted = value_and_gradients(separate, arguments, cotangents)
-    ids = jnp.asarray(ids)
-    actual = run(
-      implementation, arguments, cotangents, segment_ids=ids, chunk_size=4
-    )
-    assert_all_close(actual, wanted, 1e-5)
-    # The ids do have an effect.
-    plain = run(implementation, arguments, cotangents, chunk_size=4)
-    assert error(plain[0], wanted[0]) > 0.1
-
-  @pytest.mark.parametrize("implementation", PLAIN)
-  def test_later_tokens_have_no_say(self, implementation):
-    (q, k, v, g, beta, state), _ = make(22, 1, 9, 1, 4, 3)
-
-    def f(v, k, g, beta, t):
-      o, _ = call(implementation, q, k, v, g, beta, state, chunk_size=4)
-      return jnp.sum(jnp.sin(o[:, t]))
-
-    gradients = jax.jit(jax.grad(f, (0, 1, 2, 3)))
-    for t in (0, 3, 5):
-      for gradient in gradients(v, k, g, beta, t):
-        np.testing.assert_array_equal(gradient[:, t + 1 :], 0)
-        assert np.abs(gradient[:, t]).max() > 0
-
-
 class TestTransform:
-  def test_vmap_jit_and_remat_change_nothing(self):
-    (q, k, v, g, beta, state), _ = make(30, 3, 6, 2, 4, 3)
-    ids = segments(31, 3, 6, 3)
-
-    def f(q, k, v, g, beta, state, ids):
-      o, last = call(
-        "xla", q, k, v, g, beta, state, segment_ids=ids, chunk_size=4
-      )
-      return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(last))
-
-    def mapped(*arguments):
-      single = lambda *a: f(*(x[None] for x in a))
-      return jnp.sum(jax.vmap(single)(*arguments))
-
-    arguments = q, k, v, g, beta, state, ids
-    wanted = jax.jit(jax.grad(f, range(6)))(*arguments)
-    for other in (jax.checkpoint(f), mapped):
-      actual = jax.jit(jax.grad(other, range(6)))(*arguments)
-      for a, b in zip(actual, wanted):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
   def test_kernels_under_vmap_and_remat(self):
     arguments, cotangents = make(36, 2, 20, 1, 128, 128)
 

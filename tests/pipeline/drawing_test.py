@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawings agree with the tables."""
 
-import ast
-import pathlib
-
-from attnres_jax import pipeline
 from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import schedule
 
@@ -30,17 +26,3 @@ def test_transfers_as_text():
   lines = drawing.transfers_text(schedule.Layout(4, 2, 2, 4)).splitlines()
   assert lines[6].split() == "5 0 -> 1 b0 b1 b2 b1 b2 b2 yes".split()
   assert lines[-1].split() == "total 19 13 11 4".split()
-
-
-def test_needs_no_device_library():
-  folder = pathlib.Path(pipeline.__file__).parent
-  for name in ("layout", "schedule", "memory", "drawing"):
-    tree = ast.parse((folder / f"{name}.py").read_text())
-    at_import = {
-      (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
-      for node in tree.body
-      if isinstance(node, ast.Import | ast.ImportFrom)
-      for alias in node.names
-    }
-    roots = {module.split(".")[0] for module in at_import}
-    assert not roots & {"jax", "flax", "matplotlib"}, name

@@ -105,21 +105,6 @@ def test_closed_forms_are_exact_when_chunks_end_blocks(
   assert saved == (stages - 1) * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_one_virtual_stage_has_nothing_to_cache(ranks):
-  layout = aligned(ranks, 1, 1)
-  totals = {layout.total_vectors(r, embedding=False) for r in schedule.RULES}
-  assert totals == {ranks * (ranks - 1) // 2}
-
-
-def test_cached_peak_is_the_naive_one_over_virtual_stages():
-  layout = schedule.Layout(8, 4, 2, 2)
-  naive, cached = (
-    layout.peak_vectors(rule, embedding=False) for rule in ("naive", "cached")
-  )
-  assert (naive, cached) == (31, 8)
-
-
 @pytest.mark.parametrize("rule", schedule.RULES)
 def test_every_rank_has_the_history_it_reads(rule):
   for layout in LAYOUTS:

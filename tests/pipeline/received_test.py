@@ -11,15 +11,15 @@ from tests.pipeline import labels
 RULES = layout_lib.RULES
 # P, V, K of the paper's Fig. 3, then shapes with other blocks.
 FIG_3 = (4, 2, 2)
-# Without and with the embedding, under three rules, and the closed forms.
-COUNTS = {
-  (4, 2, 1): ((28, 22, 18), (35, 25, 21), (28, 22, 18)),
-  FIG_3: ((12, 10, 8), (19, 13, 11), (14, 11, 9)),
-  (4, 4, 1): ((120, 54, 42), (135, 57, 45), (120, 54, 42)),
-  (8, 4, 1): ((496, 220, 196), (527, 227, 203), (496, 220, 196)),
-  (8, 4, 2): ((240, 108, 96), (271, 115, 103), (248, 110, 98)),
-}
-SHAPES = (*COUNTS, (4, 1, 1), (8, 1, 2))
+SHAPES = (
+  FIG_3,
+  (4, 2, 1),
+  (4, 4, 1),
+  (8, 4, 1),
+  (8, 4, 2),
+  (4, 1, 1),
+  (8, 1, 2),
+)
 
 
 def make_layout(shape):
@@ -33,20 +33,6 @@ def slow(shapes):
     shape if shape == FIG_3 else pytest.param(shape, marks=pytest.mark.slow)
     for shape in shapes
   ]
-
-
-@pytest.mark.parametrize("shape", COUNTS)
-def test_planned_vectors_and_closed_forms(shape):
-  layout = make_layout(shape)
-  forms = (
-    layout_lib.naive_total, layout_lib.cached_total, layout_lib.minimum_total,
-  )  # fmt: skip
-  found = (
-    tuple(layout.total_vectors(rule, embedding=False) for rule in RULES),
-    tuple(layout.total_vectors(rule) for rule in RULES),
-    tuple(form(*shape[:2], 1 / shape[2]) for form in forms),
-  )
-  assert found == COUNTS[shape]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -50,27 +50,6 @@ def test_units_follow_their_inputs_and_share_no_slot():
     assert forward.min() == 0
 
 
-def test_fused_ticks_are_the_closed_form_and_hop_by_one():
-  for ranks, stages, microbatches in SHAPES:
-    plan = make(ranks, stages, microbatches)
-    chunks = ranks * stages
-    for r, v, m in itertools.product(
-      range(ranks), range(stages), range(microbatches)
-    ):
-      g, i = divmod(m, ranks)
-      c = v * ranks + r
-      assert plan.forward_ticks[c, m] == g * chunks + v * ranks + i + r
-      assert plan.backward_ticks[c, m] == (
-        chunks - 1 + g * chunks + (stages - 1 - v) * ranks + i + ranks - 1 - r
-      )
-    assert np.all(np.diff(plan.forward_ticks, axis=0) == 1)
-    assert np.all(np.diff(plan.backward_ticks, axis=0) == -1)
-    assert np.all(plan.backward_ticks[-1] == plan.forward_ticks[-1])
-    if microbatches % ranks == 0:
-      assert plan.num_ticks == microbatches * stages + chunks + ranks - 2
-      assert plan.num_forward_ticks == plan.num_ticks - (chunks - 1)
-
-
 def test_published_table():
   plan = make(4, 2, 8)
   for tick, cells in PUBLISHED.items():

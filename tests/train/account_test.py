@@ -40,13 +40,6 @@ def test_blocks(size, layers, expected):
   assert found[1].removeprefix("blocks:").strip() == expected
 
 
-def test_a_scheme_without_blocks():
-  config = config_lib.load_config(SPEC, {"model.residual.name": "prenorm"})
-  found = account.start_lines(config, "x", 1, [1000])
-  assert found[0].endswith("PreNorm (prenorm)")
-  assert found[1].endswith("none; 8 sublayers")
-
-
 def test_epochs_of_a_mixture_are_those_of_its_busiest_path():
   config = config_lib.load_config(SPEC, {"train.steps": 50})
   own = dataclasses.replace(

@@ -102,15 +102,8 @@ def _race(server, place, tmp_path, count):
 
 
 def test_of_two_writers_one_gets_each_folder(server, place, tmp_path):
-  won = _race(server, place, tmp_path, 20)
-  assert sum(won) == 20
-
-
-@pytest.mark.slow
-def test_two_writers_race_200_times(server, place, tmp_path):
-  won = _race(server, place, tmp_path, 200)
-  print("won", won)
-  assert min(won) > 0, "no race"
+  won = _race(server, place, tmp_path, 8)
+  assert sum(won) == 8
 
 
 def test_a_lease_is_released_and_taken_again(place):
@@ -211,14 +204,14 @@ def test_a_writer_stopped_for_longer_than_its_lease_writes_nothing(
 
 
 def test_a_network_that_fails_gives_no_folder_to_two(server, place, tmp_path):
-  """Every tenth request is refused, or done without an answer."""
+  """Every fifth request is refused, or done without an answer."""
   kind, url = server
   ways = (503, 429, "cut")
-  with buckets.Proxy(url, share=0.1, ways=ways) as proxy:
-    won = _race((kind, proxy.url), place, tmp_path, 10)
-  assert sum(won) == 10 and proxy.failures
-  leases = [claims._leases(place_path(f"{place}/{i}")) for i in range(10)]
-  assert leases == [[0]] * 10
+  with buckets.Proxy(url, share=0.2, ways=ways) as proxy:
+    won = _race((kind, proxy.url), place, tmp_path, 4)
+  assert sum(won) == 4 and proxy.failures
+  leases = [claims._leases(place_path(f"{place}/{i}")) for i in range(4)]
+  assert leases == [[0]] * 4
 
 
 def test_refused_and_unavailable_stores_are_told_apart(

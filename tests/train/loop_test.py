@@ -321,14 +321,6 @@ def test_deleted_newest_checkpoint(whole, run, fields):
   tiny_run.assert_same_run(whole[0], run)
 
 
-def test_no_readable_checkpoint_is_an_error(run, fields):
-  tiny_run.rewind(run, 15)
-  for step in checkpoint.all_steps(run):
-    _truncate(run / "checkpoints" / str(step))
-  with pytest.raises(checkpoint.CheckpointError, match="nothing was moved"):
-    tiny_run.train_here(run, fields)
-
-
 def test_all_checkpoints_gone_is_an_error(run, fields):
   tiny_run.rewind(run, 15)
   shutil.rmtree(run / "checkpoints")
@@ -456,27 +448,6 @@ def test_all_of_the_validation_split_is_read_at_the_end_only(quick, tmp_path):
     assert sampled[step]["tokens"] < whole[step]["tokens"]
 
 
-def test_wsd_run_is_lengthened_before_its_decay(quick, tmp_path):
-  """A checkpoint of the stable phase can be used by runs of several lengths."""
-  fields = quick | {"optim.schedule": "wsd", "optim.decay_fraction": 0.25}
-  longer = fields | {"train.steps": 24}
-  tiny_run.train_here(tmp_path / "short", fields)
-  tiny_run.train_here(tmp_path / "long", longer)
-  run = shutil.copytree(tmp_path / "short", tmp_path / "lengthened")
-  tiny_run.rewind(run, 15)
-  tiny_run.train_here(run, longer)
-  (resume,) = tiny_run.events(run, "resume")
-  assert resume["step"] == 15
-  for workdir, same in (("long", True), ("short", False)):
-    rates = [
-      tiny_run.rows(path, "train")[20]["learning_rate"]
-      for path in (run, tmp_path / workdir)
-    ]
-    assert (rates[0] == rates[1]) == same
-  arrays = [checkpoint.load_model(path)[1] for path in (run, tmp_path / "long")]
-  jax.tree.map(np.testing.assert_array_equal, *arrays)
-
-
 def _poison(monkeypatch, *steps):
   """Makes the loss of these steps nan, through the parameters."""
   original = train_state.Program.train_step.func
@@ -559,15 +530,6 @@ def test_accumulation_and_segments_run(fields, tmp_path):
   summary = tiny_run.train_here(tmp_path, fields | more)
   assert summary["status"] == "finished"
   assert sorted(tiny_run.rows(tmp_path, "depth")) == [1, 2]
-
-
-# Steps on several devices: tests/train_state_test.py.
-@pytest.mark.slow
-def test_data_parallel_equals_one_device(quick_whole, quick, tmp_path):
-  tiny_run.train_here(tmp_path, quick | {"mesh.data": 4})
-  one, four = (tiny_run.rows(run, "train") for run in (quick_whole, tmp_path))
-  losses = [[row["loss"] for row in rows.values()] for rows in (one, four)]
-  np.testing.assert_allclose(*losses, rtol=1e-4)
 
 
 def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
