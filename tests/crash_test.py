@@ -189,11 +189,6 @@ def _survive_duels(fields, whole, tmp_path, kills):
 
 
 @pytest.mark.slow
-def test_two_writers_and_kills(fields, whole, tmp_path):
-  _survive_duels(fields, whole, tmp_path, 2)
-
-
-@pytest.mark.slow
 def test_two_writers_and_many_kills(fields, whole, tmp_path):
   _survive_duels(fields, whole, tmp_path, 40)
 

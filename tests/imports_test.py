@@ -42,6 +42,19 @@ def test_all_packages_have_a_floor():
   assert modules == {"__init__", "aot", "main"}
 
 
+def test_schedules_and_laws_need_no_device_library():
+  """Tables of pipelines and fits of losses, also where there is no JAX."""
+  names = ("layout", "schedule", "memory", "drawing")
+  files = [ROOT / "pipeline" / f"{name}.py" for name in names]
+  for path in (*files, *(ROOT / "scaling").glob("*.py")):
+    for node in ast.parse(path.read_text()).body:
+      modules = [getattr(node, "module", None) or ""]
+      if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+      roots = {module.split(".")[0] for module in modules}
+      assert not roots & {"jax", "flax", "matplotlib"}, path.name
+
+
 def _imported(path: pathlib.Path) -> set[str]:
   """First name below attnres_jax of every import of a file, lazy ones too."""
   names = set()

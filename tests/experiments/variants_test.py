@@ -78,11 +78,6 @@ def test_what_is_shared_is_the_same_run():
       assert own[0].name == other[0].name
 
 
-def test_the_paper_scale_is_the_row_of_table_2():
-  model = _runs("ablations", "scale=paper")[0][1].model
-  assert (model.num_layers, model.width, model.num_heads) == (16, 1168, 16)
-
-
 @pytest.mark.parametrize("scale", ["d768", "paper"])
 def test_planned_runs_leave_their_mesh_to_a_plan(scale):
   own, other = (

@@ -56,16 +56,6 @@ def test_schemes_differ_in_their_own_work_alone(numbers):
   assert schemes["block_attnres"]["moved_bytes"] == moved * 2304 * 2
 
 
-def test_text_holds_the_numbers(numbers):
-  text = report.to_text(numbers)
-  for number in (
-    "39,514,272", "29,114,880", "48,367,707,008", "2,729,485,184", "253,440",
-    "589,824", "8,064",
-  ):  # fmt: skip
-    assert number in text
-  assert max(map(len, text.splitlines())) <= 100
-
-
 def test_scheme_without_a_block_size_is_left_out():
   model = tiny_network.config("prenorm", num_blocks=0)
   found = flops.make_report(config_lib.RunConfig(model=model))
@@ -95,15 +85,6 @@ def test_command(numbers, tmp_path):
   assert (done.returncode, done.stderr) == (0, "")
   assert done.stdout == report.to_text(numbers) + "\n"
   assert json.loads(file.read_text()) == json.loads(json.dumps(numbers))
-
-
-def test_command_refuses_in_one_line():
-  done = _command(f"--config={SPEC}", "--config.model.residual.block_size=60")
-  assert done.returncode == 2 and done.stdout == ""
-  assert done.stderr == (
-    "error: config.model.residual.block_size: got 60, expected at most the 54"
-    " sublayers of model.num_layers=27\n"
-  )
 
 
 def _sizes_row(size):

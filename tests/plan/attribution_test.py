@@ -72,20 +72,6 @@ def test_parts_of_a_program():
   }
 
 
-def _total(program):
-  costs = attribution.costs(program).values()
-  return [
-    sum(getattr(cost, name) for cost in costs)
-    for name in ("moved_bytes", "flops", "sent_bytes")
-  ]
-
-
-def test_parts_make_the_whole():
-  program = hlo.Program(TEXT)
-  sent = sum(one.count * one.sent_bytes for one in program.collectives())
-  assert _total(program) == [program.hbm_bytes(), program.flops(), sent]
-
-
 @pytest.mark.parametrize(
   "name,part",
   [

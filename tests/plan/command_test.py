@@ -57,21 +57,3 @@ def test_what_does_not_fit():
   assert "does not fit" in done.stdout
   largest = done.stdout.split("largest arrays")[1]
   assert "262144" in largest
-
-
-def test_an_unknown_slice():
-  done = _run(topology="v5e:3x5")
-  assert done.returncode == 2 and not done.stdout
-  (line,) = done.stderr.strip().splitlines()
-  assert line.startswith(
-    "error: config.topology: got 'v5e:3x5', expected a TPU"
-  )
-
-
-def test_a_decoding_step_is_compiled_as_a_whole():
-  done = _run("--until=schedule")
-  assert done.returncode == 2 and not done.stdout
-  (line,) = done.stderr.strip().splitlines()
-  assert line == (
-    "error: --until: has no effect with step=decode, only with train"
-  )

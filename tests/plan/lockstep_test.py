@@ -13,7 +13,6 @@ from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import schedule as schedule_lib
 from attnres_jax.plan import hlo
 from attnres_jax.plan import lockstep
-from attnres_jax.plan import report
 from tests.plan import small
 
 CHIP = chips.Chip(1.0, 0.0, 1.0, 1.0)
@@ -111,13 +110,6 @@ def test_loops_of_a_program_are_units():
   work = (2 * (16 + 48), 2 * (32 + 64))
   assert found.bubble == pytest.approx(ticks / np.mean(work) - 1)
   assert found.slowest_rank == 1
-
-
-def test_a_report_says_how_long_ranks_take_together():
-  found = lockstep.Lockstep(2.5, 2.0, 0.25, slowest_rank=3)
-  (line,) = report._lockstep(dict(lockstep=dataclasses.asdict(found)))
-  assert "2.500 s, with a bubble of 25%; rank 3" in line
-  assert not report._lockstep({})
 
 
 def test_a_program_without_a_unit_is_refused():

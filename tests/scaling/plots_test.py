@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures show the numbers they are given."""
 
-import ast
-import pathlib
-
 import numpy as np
 import pytest
 
-from attnres_jax import scaling
 from attnres_jax.analysis import figures
 from attnres_jax.models import residuals
 from attnres_jax.scaling import fit
@@ -72,22 +68,6 @@ def test_bad_arguments_are_named():
     plots.draw_scaling(our_runs(), {}, "all")
   with pytest.raises(ValueError, match=r"^losses\['prenorm'\]: got \(2, 2\)"):
     plots.figure_7({"prenorm": np.zeros((2, 2))})
-
-
-def test_needs_no_device_library():
-  for path in pathlib.Path(scaling.__file__).parent.glob("*.py"):
-    tree = ast.parse(path.read_text())
-    modules = {
-      module.split(".")[0]
-      for node in tree.body
-      if isinstance(node, ast.Import | ast.ImportFrom)
-      for module in (
-        [node.module or ""]
-        if isinstance(node, ast.ImportFrom)
-        else [alias.name for alias in node.names]
-      )
-    }
-    assert not modules & {"jax", "flax", "matplotlib"}, path.name
 
 
 def test_schemes_look_different_everywhere():

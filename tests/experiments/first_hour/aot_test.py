@@ -26,18 +26,6 @@ def compiled(function, *arguments):
   return str(jax.jit(function).lower(*structs).compile().as_text())
 
 
-@pytest.mark.parametrize("name", problems.OPERATORS)
-def test_checks(name):
-  operator = problems.OPERATORS[name]
-  problem = operator.build(operator.check, "bfloat16", problems.draws(0))
-  compute = functools.partial(problems.results, problem)
-  text = compiled(functools.partial(compute, "pallas_tpu"), *problem.arrays)
-  assert "tpu_custom_call" in text
-  wide = [x.astype(jnp.float32) for x in problem.arrays]
-  with jax.default_matmul_precision("highest"):
-    compiled(functools.partial(compute, problem.reference), *wide)
-
-
 @pytest.mark.parametrize("name", ["depth_attention", "kda", "stream_mix"])
 def test_operators_stay_in_their_loop(name):
   operator = problems.OPERATORS[name]

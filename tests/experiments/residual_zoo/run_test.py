@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 
 from attnres_jax import config as config_lib
-from experiments.residual_zoo import report
 from experiments.residual_zoo import run
 
 
@@ -43,12 +42,3 @@ def test_numbers_of_known_schemes(rows):
   # Its products mix channels, so that it has no rank.
   assert (delta["rank"], delta["starts_as_prenorm"]) == ("", "False")
   assert delta["norms"] != delta["matrix"]
-
-
-def test_what_the_readme_shows(rows):
-  text = report.table(rows)
-  assert "| PreNorm | `prenorm` | [prenorm.py](../../attnres_jax/" in text
-  assert "Python 3; jax 1; commit c." in text
-  figure = report.figure(rows)
-  titles = [axes.get_title() for axes in figure.axes[:3]]
-  assert titles[:2] == ["PreNorm", "Full AttnRes"]
