@@ -207,38 +207,6 @@ class TestDepthAttention:
         jnp.stack(dsources), dsources_, rtol=1e-9, atol=1e-12
       )
 
-  @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
-  def test_vmap_over_a_batch(self, implementation):
-    query, source, _, _ = make(8, 2, 3, (2, 4), 16, "float32")
-
-    def f(*sources):
-      return depth_attention(query, sources, implementation=implementation)
-
-    def loss(fn, source):
-      out, lse = fn(*source)
-      return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
-
-    with dispatch.interpreted():
-      mapped_f = jax.vmap(f, in_axes=0, out_axes=1)
-      plain, mapped = (
-        jax.jit(jax.grad(functools.partial(loss, one)))(source)
-        for one in (f, mapped_f)
-      )
-    np.testing.assert_allclose(mapped, plain, atol=1e-5)
-
-  @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
-  def test_remat_gives_the_same_gradient(self, implementation):
-    query, source, _, _ = make(9, 2, 2, (4,), 16, "float32")
-
-    def loss(query, *sources):
-      out, lse = depth_attention(query, sources, implementation=implementation)
-      return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
-
-    with dispatch.interpreted():
-      plain = jax.jit(jax.grad(loss))(query, *source)
-      again = jax.jit(jax.grad(jax.checkpoint(loss)))(query, *source)
-    np.testing.assert_allclose(again, plain, rtol=1e-6)
-
   def test_sharded_tokens_need_no_collective(self):
     mesh = jax.make_mesh(
       (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
@@ -272,12 +240,6 @@ class TestDepthAttention:
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted
     )
-
-  def test_automatic_choice_on_cpu_compiles_nothing_for_tpu(self):
-    query, source, _, _ = make(11, 2, 2, (4,), 16, "float32")
-    text = jax.jit(depth_attention).lower(query, tuple(source)).as_text()
-    assert "tpu_custom_call" not in text
-    assert "depth_attention_forward" not in text
 
 
 @pytest.mark.usefixtures("any_arguments")

@@ -111,27 +111,6 @@ class TestDepthMerge:
       limit = 1e-6 + 3e-4 * np.abs(exact).max()
       np.testing.assert_allclose(actual, exact, rtol=0, atol=limit)
 
-  @pytest.mark.parametrize("implementation", ALL[1:])
-  @pytest.mark.parametrize("how", ("vmap", "remat"))
-  def test_transformed(self, implementation, how):
-    query, source = make((2, 5), 16, 3)
-    f = functools.partial(depth_merge_norm, implementation=implementation)
-
-    def loss(out, lse, partial):
-      return jnp.sum(jnp.cos(one(out, lse, query, partial, 1 + query)))
-
-    arrays = source[0], source[2, ..., 0], source[1]
-    argnums = tuple(range(3))
-    with dispatch.interpreted():
-      one = f
-      plain = jax.jit(jax.grad(loss, argnums))(*arrays)
-      if how == "vmap":
-        one = jax.vmap(f, in_axes=(0, 0, None, 0, None))
-      again = jax.checkpoint(loss) if how == "remat" else loss
-      again = jax.jit(jax.grad(again, argnums))(*arrays)
-    for a, b in zip(again, plain):
-      np.testing.assert_allclose(a, b, atol=1e-6)
-
   @pytest.mark.parametrize("implementation", ALL)
   @pytest.mark.parametrize("lse", (np.inf, -np.inf))
   def test_infinite_log_normaliser(self, implementation, lse):

@@ -294,28 +294,6 @@ class TestMemory:
 
 
 class TestTransform:
-  def test_kernels_under_vmap_and_remat(self):
-    arguments, cotangents = make(36, 2, 20, 1, 128, 128)
-
-    def f(*arguments):
-      o, last = call("pallas_tpu", *arguments, chunk_size=16)
-      return jnp.sum(o * cotangents[0]) + jnp.sum(last * cotangents[1])
-
-    def mapped(*arguments):
-      single = lambda o, last, *arguments: jax.tree.map(
-        lambda x, dx: jnp.sum(x[0] * dx),
-        call("pallas_tpu", *(x[None] for x in arguments), chunk_size=16),
-        (o, last),
-      )
-      return sum(map(jnp.sum, jax.vmap(single)(*cotangents, *arguments)))
-
-    wanted = run("xla", arguments, cotangents, chunk_size=16)[2:]
-    with dispatch.interpreted():
-      for function in (jax.checkpoint(f), mapped):
-        actual = jax.jit(jax.grad(function, range(6)))(*arguments)
-        for name, a, b in zip(NAMES[2:], actual, wanted):
-          assert error(a, b) < 2e-6, name
-
   def test_platform_is_chosen_under_a_gradient(self):
     # Widths that the TPU kernels accept: both are traced, one is lowered.
     arguments, cotangents = make(37, 1, 20, 1, 128, 128)
@@ -376,11 +354,6 @@ class TestTransform:
     # Of the order of the arguments: rows of width 8, and 16 scores per row.
     assert largest <= 2 * length * 16
     assert largest < length * width * width
-
-  def test_automatic_choice_on_cpu_compiles_nothing_for_tpu(self):
-    arguments, _ = make(35, 1, 4, 1, 4, 4)
-    text = jax.jit(functools.partial(call, None)).lower(*arguments).as_text()
-    assert "tpu_custom_call" not in text
 
 
 @pytest.mark.usefixtures("any_arguments")

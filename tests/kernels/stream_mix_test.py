@@ -121,29 +121,6 @@ class TestStreamMix:
       )
       assert error <= 1.2 * usual + 1e-6 * np.abs(c).max()
 
-  @pytest.mark.parametrize("how", ("vmap", "remat"))
-  def test_transformed(self, how):
-    arguments = make((2, 130), 128, 9, count=2)
-
-    def loss(f, streams, *rest):
-      new, h, logits = f(streams, *rest)
-      return sum(jnp.sum(jnp.sin(x)) for x in (*new, h, logits))
-
-    f = functools.partial(stream_mix, implementation="pallas_tpu")
-
-    def gradient(f):
-      return jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2, 4)))
-
-    with dispatch.interpreted():
-      wanted = gradient(f)(*arguments)
-      if how == "remat":
-        found = gradient(jax.checkpoint(f))(*arguments)
-      else:
-        axes = 0, 0, 1, 2, None, None, None
-        mapped = jax.vmap(f, axes, (0, 0, 1))
-        found = gradient(mapped)(*arguments)
-    check(found, wanted, 1e-5)
-
 
 class TestChecks:
   @pytest.mark.parametrize("name", NAMES[1:])

@@ -129,15 +129,6 @@ def check_mix(chip, dtype, *sizes):
 class TestTpuCompile:
   @pytest.mark.parametrize("chip", MAIN_CHIPS)
   @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-  def test_attention(self, chip, dtype):
-    # Ragged tokens, a width that is no multiple of 128.
-    shape = shapes.Shape("small", 3, 3, 40, 448)
-    text = compile_for(chip, *attention(shape), dtype)
-    for name in ("depth_attention_forward", "depth_attention_backward"):
-      assert name in text
-
-  @pytest.mark.parametrize("chip", MAIN_CHIPS)
-  @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
   @pytest.mark.parametrize("op", ("merge", "merge_norm"))
   def test_merge(self, chip, dtype, op):
     shape = shapes.Shape("small", 1, 1, 200, 960)

@@ -2,11 +2,11 @@
 """Block AttnRes against the paper's own listing (arXiv:2603.15031, Fig. 2)."""
 
 import jax
-import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import residuals
+from tests import compare
 from tests.models import trunks
 
 FORMS = ("two_phase", "one_softmax")
@@ -16,13 +16,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 
 _run = jax.jit(trunks.run)
-
-
-def _assert_close(found, expected, tolerance=1e-11):
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    assert a.dtype == np.float64
-    scale = 1 + np.abs(np.asarray(b)).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
 
 
 def _network(num_sublayers, **fields):
@@ -56,7 +49,7 @@ def _oracle(listing, block_size):
 )
 def test_outputs(listing, num_sublayers, block_size, form):
   network = _network(num_sublayers, block_size=block_size, form=form)
-  _assert_close(_run(*network), _oracle(listing, block_size)(*network))
+  compare.trees(_run(*network), _oracle(listing, block_size)(*network), 1e-11)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -68,7 +61,7 @@ def test_gradients(num_sublayers, block_size, form):
   expected = oracle(*network), trunks.gradient(oracle, *network)
   found = trunks.value_and_grad(*network)
   assert jax.tree.structure(found) == jax.tree.structure(expected)
-  _assert_close(found, expected, 1e-10)
+  compare.trees(found, expected, 1e-10)
 
 
 def test_kimi_k3_has_these_sources():
@@ -100,4 +93,4 @@ def test_full_attnres_is_equations_1_to_4():
     expected = trunks.full_attnres(
       trunks.functions(layers, 7), trunks.folded(module), embedding
     )
-    _assert_close(_run(layers, module, embedding), expected)
+    compare.trees(_run(layers, module, embedding), expected, 1e-11)

@@ -15,6 +15,7 @@ from attnres_jax.common import sharding
 from attnres_jax.common import topology
 from attnres_jax.models import moe
 from attnres_jax.plan import hlo
+from tests import compare
 from tests import jaxprs
 from tests import tiny_network
 from tests.models import cores
@@ -93,11 +94,6 @@ def _loss(module, x, segments=None):
   return jnp.sum(jnp.sin(module(x, segments)))
 
 
-def _assert_equal(found, expected):
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
-
-
 _gradient = jax.jit(jax.grad(_loss))
 _value_and_gradients = jax.jit(jax.value_and_grad(_loss, argnums=(0, 1)))
 
@@ -130,7 +126,7 @@ def test_latents_over_devices(mesh):
   module, x_BTD = _module(num_experts=8, **K3), _inputs()
   expected = _value_and_gradients(module, x_BTD)
   found = _over(_mesh(**mesh))(module, x_BTD)
-  _assert_equal(found, expected)
+  compare.trees(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("groups,top", [(2, 1), (3, 2)])
@@ -182,7 +178,7 @@ def test_gradients_are_those_of_the_dense_form():
   expected = jax.jit(jax.grad(dense, argnums=(0, 1)))(module, x_BTD)
   for gradient in (found[0], expected[0]):
     gradient.selection_bias[...] = jnp.zeros(EXPERTS)  # Tested below.
-  _assert_equal(found, expected)
+  compare.trees(found, expected, 1e-5)
 
 
 def test_ties_go_to_the_lower_index():
@@ -322,7 +318,7 @@ def test_over_devices(axes, ambient):
   arguments = module, x_BTD, segments
   found = _over(_mesh(**axes), ambient)(*arguments)
   expected = _value_and_gradients(*arguments)
-  _assert_equal(found, expected)
+  compare.trees(found, expected, 1e-5)
   np.testing.assert_array_equal(
     _found_load(found[1][0]), _load(module, x_BTD, segments > 0)
   )
@@ -352,7 +348,7 @@ def test_all_tokens_to_one_expert(axes):
   load = _found_load(found[1][0])
   np.testing.assert_array_equal(load, 40 * (np.arange(8) == 5))
   expected = _value_and_gradients(module, x_BTD)
-  _assert_equal(found, expected)
+  compare.trees(found, expected, 1e-5)
 
 
 def test_pieces_hold_the_usual_number_of_rows():

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import compare
 from tests.models import trunks
 
 FORMS = ("two_phase", "one_softmax")
@@ -31,15 +32,6 @@ def _sources(values, read, block_size):
   for start in range(1, read + 1, block_size):
     sources.append(sum(values[start : min(start + block_size, read + 1)]))
   return sources
-
-
-def _close(found, expected, rtol=1e-11):
-  found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
-  assert len(found) == len(expected) > 0
-  for a, b in zip(found, expected):
-    a, b = np.asarray(a), np.asarray(b)
-    assert a.dtype == b.dtype
-    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * (1 + np.abs(b).max()))
 
 
 def _reads(module, values):
@@ -80,7 +72,7 @@ class TestReads:
     u = trunks.folded(module)
     for l, h in enumerate(_reads(module, values)):
       sources = _sources(values, l, size)
-      _close(h, trunks.attend(u[l], sources), 1e-13)
+      compare.trees(h, trunks.attend(u[l], sources), 1e-13)
       low, high = np.min(np.stack(sources), 0), np.max(np.stack(sources), 0)
       assert np.all((low - 1e-12 <= h) & (h <= high + 1e-12))
       longest = max(np.linalg.norm(s, axis=-1).max() for s in sources)
@@ -97,7 +89,7 @@ class TestReads:
       key = trunks.rms_norm(source, trunks.EPS)
       best = np.argmax(np.sum(key * u[l], -1), axis=0)
       chosen = np.take_along_axis(source, best[None, ..., None], axis=0)[0]
-      _close(h, chosen, 1e-12)
+      compare.trees(h, chosen, 1e-12)
 
   def test_weights_sum_to_one_and_make_the_reads(self, name, size, fields):
     module, values = trunks.scheme(name, DEPTH, **fields), _values(DEPTH)
@@ -108,8 +100,10 @@ class TestReads:
       sources = _sources(values, l, size)
       assert weight.shape == (len(sources), 2, 3)
       assert len(label) == len(sources)
-      _close(np.sum(weight, axis=0), np.ones((2, 3)), 1e-14)
-      _close(np.sum(weight[..., None] * np.stack(sources), axis=0), h, 1e-12)
+      compare.trees(np.sum(weight, axis=0), np.ones((2, 3)), 1e-14)
+      compare.trees(
+        np.sum(weight[..., None] * np.stack(sources), axis=0), h, 1e-12
+      )
 
   def test_labels_say_what_the_sources_are(self, name, size, fields):
     labels = trunks.scheme(name, DEPTH, **fields).source_labels()
@@ -135,7 +129,7 @@ def test_blocks_of_one_sublayer_are_full_attnres(seed):
   for block, full in zip(*found):
     np.testing.assert_array_equal(np.asarray(block), np.asarray(full))
   two = trunks.scheme("block_attnres", 6, seed=seed, block_size=1)
-  _close(_reads(two, values), found[1], 1e-13)
+  compare.trees(_reads(two, values), found[1], 1e-13)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -151,7 +145,7 @@ def test_one_block_gates_the_embedding(form):
   u = trunks.folded(module)
   for l in range(1, 7):
     total = sum(values[1 : l + 1])
-    _close(found[0][l], trunks.attend(u[l], [values[0], total]), 1e-13)
+    compare.trees(found[0][l], trunks.attend(u[l], [values[0], total]), 1e-13)
 
 
 @pytest.mark.parametrize(

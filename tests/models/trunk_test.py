@@ -10,6 +10,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
+from tests import compare
 from tests import jaxprs
 from tests import tiny_network
 from tests.models import trunks
@@ -17,14 +18,6 @@ from tests.models import trunks
 VALUE_QUERY = config_lib.DepthReadConfig(value_query=True)
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def _assert_same(found, expected, tolerance):
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    assert a.dtype == jnp.float64
-    scale = 1 + np.abs(np.asarray(b)).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
 
 
 def _value_and_grad(layers, module, embedding, **options):
@@ -58,7 +51,7 @@ def test_two_phases_are_one_softmax(name, num_sublayers, fields):
     results.append(_value_and_grad(layers, module, embedding))
   # The one has phase-1 results in its slots, the other only queries.
   assert queries_at_once == [True, False]
-  _assert_same(*results, 1e-11)
+  compare.trees(*results, 1e-11)
 
 
 SCANNED = [
@@ -77,7 +70,7 @@ def test_scanned_is_unrolled(name, fields):
     scans.append(jaxprs.count(("scan",), run, layers, module, embedding))
     results.append(_value_and_grad(layers, module, embedding, scan=scan))
   assert scans == [1, 0]
-  _assert_same(*results, 1e-12)
+  compare.trees(*results, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -100,8 +93,8 @@ def test_checkpointing_changes_nothing(name, num_sublayers, fields):
     results.append(_value_and_grad(layers, module, embedding, remat=remat))
   assert checkpoints[0] == 0
   assert min(checkpoints[1:]) >= len(module.segments()) + 2
-  _assert_same(results[1], results[0], 1e-12)
-  _assert_same(results[2], results[0], 1e-12)
+  compare.trees(results[1], results[0], 1e-12)
+  compare.trees(results[2], results[0], 1e-12)
 
 
 def test_remat_by_name():
@@ -144,7 +137,7 @@ def test_state_is_valid_between_any_two_sublayers(name, fields):
     return [*found, module.readout(state)]
 
   expected = trunks.reads(module, values)
-  _assert_same(one_by_one(module, values), expected, 1e-13)
+  compare.trees(one_by_one(module, values), expected, 1e-13)
 
 
 @pytest.mark.parametrize(

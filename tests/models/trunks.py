@@ -277,6 +277,10 @@ def rms_norm(x, eps):
   return x / ((x * x).mean(axis=-1, keepdims=True) + eps) ** 0.5
 
 
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
 def attend(u, sources, eps=EPS):
   """Eq. 2-4 for one query: softmax over depth, values not normalised."""
   source = np.stack(sources)

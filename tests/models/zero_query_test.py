@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
+from tests import compare
 from tests import tiny_network
 from tests.models import trunks
 
@@ -71,10 +72,10 @@ def test_transformer_starts_as_its_prenorm_twin(name, fields):
     _model(name, **fields), TOKENS
   )
   assert jnp.std(logits) > 0.5
-  _close(twin_logits, logits, 1e-5)
+  compare.trees(twin_logits, logits, 1e-5)
   if name == "mudd":  # Its keys and values have gains of their own.
     return
-  _close(twin_gradient, gradient, 1e-4)
+  compare.trees(twin_gradient, gradient, 1e-4)
   for leaf in jax.tree.leaves(twin_gradient):
     assert jnp.abs(leaf).max() > 1e-3
 
@@ -89,8 +90,8 @@ def test_the_papers_architecture_starts_as_its_prenorm_twin(name):
   assert jnp.std(logits) > 0.3
   twin = _model(name, block_size=3, **tiny_network.KINDS)
   twin_logits, twin_gradient, depth = _logits_and_gradient(twin, TOKENS)
-  _close(twin_logits, logits, 1e-5)
-  _close(twin_gradient, gradient, 1e-4)
+  compare.trees(twin_logits, logits, 1e-5)
+  compare.trees(twin_gradient, gradient, 1e-4)
   # One step later they are different functions.
   assert jnp.abs(depth.queries.query[1:]).max(axis=1).min() > 1e-6
 
@@ -134,11 +135,3 @@ def test_same_seed_same_weights_under_every_scheme(name, fields):
     expected = jax.tree.leaves(getattr(plain, part))
     for a, b in zip(jax.tree.leaves(getattr(other, part)), expected):
       np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-def _close(found, expected, rtol):
-  found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
-  assert len(found) == len(expected) > 0
-  for a, b in zip(found, expected):
-    a, b = np.asarray(a), np.asarray(b)
-    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * (1 + np.abs(b).max()))

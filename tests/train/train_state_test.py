@@ -12,6 +12,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.train import train_state
+from tests import compare
 from tests import tiny_network
 
 VOCAB = 17
@@ -57,14 +58,6 @@ def _run(config, batches, state=None):
     state, row = program.train_step(state, batch)
     metrics.append(jax.tree.map(np.asarray, row))
   return jax.tree.map(np.asarray, state), metrics
-
-
-def _assert_close(found, expected, tolerance):
-  found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
-  assert len(found) == len(expected)
-  for a, b in zip(found, expected):
-    scale = 1 + np.abs(b).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
 
 
 def _weights(batch):
@@ -245,8 +238,8 @@ def test_microbatches_and_devices_are_one_large_batch(parts, devices):
   assert _program(config).mesh.size == devices
   found, rows = _run(config, batches)
   whole, whole_rows = _run(WHOLE, batches)
-  _assert_close(rows, whole_rows, 1e-5)
-  _assert_close(found, whole, 2e-5)
+  compare.trees(rows, whole_rows, 1e-5)
+  compare.trees(found, whole, 2e-5)
 
 
 def test_the_network_is_traced_once(monkeypatch):

@@ -10,10 +10,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 NAMES = ("ddl", "ddl_4", "ddl_sigmoid")
 
 
-def _sigmoid(x):
-  return 1 / (1 + np.exp(-x))
-
-
 def _read(p, l, state):
   """Compress: [B, T, D, M] to [B, T, D]."""
   if not hasattr(p, "compress"):
@@ -31,9 +27,9 @@ def _definition(sublayers, p, embedding):
     after = np.zeros_like(state)
     for at in np.ndindex(u.shape[:2]):
       k = u[at] / np.sqrt(u[at] @ u[at] + 1e-5**2)
-      beta = 2 * _sigmoid(p.beta[l] @ c[at] + p.beta_bias[l])
+      beta = 2 * trunks.sigmoid(p.beta[l] @ c[at] + p.beta_bias[l])
       if hasattr(p, "value_bias"):
-        v = 4 * _sigmoid(x[at] @ p.value[l] + p.value_bias[l])
+        v = 4 * trunks.sigmoid(x[at] @ p.value[l] + p.value_bias[l])
       else:
         v = c[at] @ p.value[l]
       erase = np.eye(len(k)) - beta * np.outer(k, k)

@@ -9,18 +9,14 @@ from tests.models import trunks
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def _sigmoid(x):
-  return 1 / (1 + np.exp(-x))
-
-
 def _site(p, l, streams):
   """(factors of each stream in a read, weights of each stream in a write)."""
   m = len(streams)
   gain = [1 + p.gain[l, i] for i in range(m)]
   normed = [trunks.rms_norm(x, trunks.EPS) * g for x, g in zip(streams, gain)]
   low = sum(normed[i] / m @ p.down[l, i] for i in range(m))
-  low = low * _sigmoid(low)
-  gates = [_sigmoid(low @ p.up[l, :, i]) for i in range(m)]
+  low = low * trunks.sigmoid(low)
+  gates = [trunks.sigmoid(low @ p.up[l, :, i]) for i in range(m)]
   factors = [
     gate * g / np.sqrt(np.mean(x**2, -1, keepdims=True) + trunks.EPS) / m
     for gate, g, x in zip(gates, gain, streams)
@@ -28,7 +24,7 @@ def _site(p, l, streams):
   if l == len(p.weigh):
     return factors, None
   logits = sum(normed[i] / m @ p.weigh[l, i] for i in range(m))
-  return factors, np.moveaxis(2 * _sigmoid(logits), -1, 0)[..., None]
+  return factors, np.moveaxis(2 * trunks.sigmoid(logits), -1, 0)[..., None]
 
 
 def _definition(sublayers, p, embedding):

@@ -21,10 +21,6 @@ from tests import tiny_network
 from tests.models import trunks
 
 
-def sigmoid(x):
-  return 1 / (1 + np.exp(-x))
-
-
 def softmax(x):
   return np.exp(x) / np.exp(x).sum()
 
@@ -125,7 +121,7 @@ def coefficients(name, module, l, streams):
   for token in np.ndindex(z.shape[:2]):
     mix[token] = matrix(module, l, m, z[token][2 * m :])
   z = np.moveaxis(z, -1, 0)
-  read, write = sigmoid(z[:m]), 2 * sigmoid(z[m : 2 * m])
+  read, write = trunks.sigmoid(z[:m]), 2 * trunks.sigmoid(z[m : 2 * m])
   return read, write, mix.transpose(2, 3, 0, 1)
 
 
@@ -151,7 +147,7 @@ def test_is_its_definition_with_its_gradients(name):
 # What R is at initialisation, as a factor of the identity and of ones / M.
 STARTS = {
   "mhc": 1 - 4 * np.exp(-8.0),
-  "krom_hc": 1 - 4 / 3 * (1 - sigmoid(8.0) ** 2),
+  "krom_hc": 1 - 4 / 3 * (1 - trunks.sigmoid(8.0) ** 2),
   "shc": np.tanh(4.0),
   "ohc": 1.0,
 }
@@ -166,7 +162,7 @@ def test_start(name):
     second, streams
   )
   read, write, mix = (np.asarray(a)[..., 0, 0] for a in found)
-  high, low = sigmoid(1), sigmoid(-1)
+  high, low = trunks.sigmoid(1), trunks.sigmoid(-1)
   np.testing.assert_allclose(read, [low, high, low, low], rtol=1e-6)
   np.testing.assert_allclose(write, 2 * read, rtol=1e-6)
   np.testing.assert_allclose(mix.sum(0), 1, rtol=1e-6)

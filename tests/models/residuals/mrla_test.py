@@ -47,10 +47,6 @@ def _dot(q, k):
   return np.sum(q * k, axis=-1, keepdims=True)
 
 
-def _sigmoid(x):
-  return 1 / (1 + np.exp(-x))
-
-
 def _base(sublayers, p, embedding, period=4):
   x, outputs = embedding, []
   for t in range(len(sublayers) // 2):
@@ -79,7 +75,7 @@ def _light(sublayers, p, decay, embedding):
     x = x + sublayers[2 * t](x)
     x = x + sublayers[2 * t + 1](x)
     found = [
-      _sigmoid(_dot(q, k) / HEAD**0.5) * v
+      trunks.sigmoid(_dot(q, k) / HEAD**0.5) * v
       for q, k, v in zip(
         _heads(_over_channels(x, p.query[t])),
         _heads(_over_channels(x, p.key[t])),
@@ -102,8 +98,10 @@ def _linear(sublayers, p, embedding):
     h = embedding
     for i in range(1, len(values)):
       last = len(values) - 1
-      query = _heads(_sigmoid(_over_channels(values[last], p.query[last - 1])))
-      key = _heads(_sigmoid(_over_channels(values[i], p.key[i - 1])))
+      query = _heads(
+        trunks.sigmoid(_over_channels(values[last], p.query[last - 1]))
+      )
+      key = _heads(trunks.sigmoid(_over_channels(values[i], p.key[i - 1])))
       value = _heads(_over_tokens(values[i], p.value[i - 1]))
       parts = [_dot(q, k) * v for q, k, v in zip(query, key, value)]
       h = h + np.concatenate(parts, axis=-1)

@@ -11,10 +11,6 @@ from tests.models import trunks
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def sigmoid(x):
-  return 1 / (1 + np.exp(-x))
-
-
 def xhc(module, sublayers, embedding):
   """One token after the other, except for the convolutions."""
   b, t, d = np.asarray(embedding).shape
@@ -31,7 +27,7 @@ def xhc(module, sublayers, embedding):
     for at in np.ndindex(b, t):
       x = [s[at] for s in streams]
       scores = [
-        sigmoid(
+        trunks.sigmoid(
           scale[3] * (trunks.rms_norm(x[2 + i], trunks.EPS) @ router[i])
           + router_bias[i]
         )
@@ -42,12 +38,12 @@ def xhc(module, sublayers, embedding):
       gate = [1, 1, scores[best[0]], scores[best[1]]]
       seen = trunks.rms_norm(np.concatenate([x[i] for i in active]), trunks.EPS)
       z = bias + scale[:3].repeat(16) * (seen @ weight.reshape(4 * d, 48))
-      h[at] = sum(sigmoid(z[i]) * x[i] for i in range(16))
+      h[at] = sum(trunks.sigmoid(z[i]) * x[i] for i in range(16))
       mix = np.exp(z[32:].reshape(4, 4))
       for _ in range(20):
         mix = mix / mix.sum(axis=1, keepdims=True)
         mix = mix / mix.sum(axis=0, keepdims=True)
-      plan[at] = active, gate, 2 * sigmoid(z[16:32]).reshape(4, 4), mix
+      plan[at] = active, gate, 2 * trunks.sigmoid(z[16:32]).reshape(4, 4), mix
     y = f(h)
     convolved = []
     if l % 2:
