@@ -12,6 +12,12 @@ from attnres_jax.train import train_state
 from tests import tiny_run
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once():
+  with tiny_run.traced_once():
+    yield
+
+
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory):
   return tiny_run.corpus(tmp_path_factory.mktemp("data")) | {

@@ -199,21 +199,6 @@ def test_derived_sizes():
   assert c.ModelConfig(num_kv_heads=2).kv_heads == 2
 
 
-@pytest.mark.parametrize(
-  "fields,num_sublayers,expected",
-  [
-    (dict(block_size=4), 16, 4),
-    (dict(num_blocks=4), 16, 4),
-    (dict(num_blocks=5), 16, 4),
-    (dict(num_blocks=99), 16, 1),
-    (dict(num_blocks=1), 7, 7),
-  ],
-)
-def test_sublayers_per_block(fields, num_sublayers, expected):
-  residual = c.ResidualConfig(**fields)
-  assert residual.sublayers_per_block(num_sublayers) == expected
-
-
 def test_vocabulary_comes_from_the_tokenizer():
   run = c.RunConfig()
   assert run.with_vocab_size(300).model.vocab_size == 300

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that are really killed, and runs that resume after them."""
 
-import pathlib
 import random
 import signal
 import time
 
-import jax
-import numpy as np
 import pytest
 
 from attnres_jax.common import exits
@@ -39,12 +36,6 @@ def whole(fields, tmp_path_factory):
   return workdir
 
 
-def _last_step(workdir):
-  file = pathlib.Path(workdir) / "metrics.jsonl"
-  lines = file.read_text().split("\n")[:-1] if file.exists() else []
-  return max((tiny_run.step_of(line, "train") for line in lines), default=0)
-
-
 def _wait_until(process, condition, seconds=120):
   deadline = time.monotonic() + seconds
   while not condition():
@@ -54,7 +45,7 @@ def _wait_until(process, condition, seconds=120):
 
 
 def _wait_until_step(process, workdir, step):
-  _wait_until(process, lambda: _last_step(workdir) >= step)
+  _wait_until(process, lambda: tiny_run.last_step(workdir) >= step)
 
 
 def _last_save(workdir):
@@ -73,30 +64,23 @@ def _kill(process):
 def _kill_during_save(workdir, fields):
   """Kills a run during a save; True if the save was interrupted."""
   process = tiny_run.start(workdir, fields)
-  first = _last_step(workdir)
+  first = tiny_run.last_step(workdir)
   _wait_until_step(process, workdir, first + 2)
   _wait_until(process, lambda: _unfinished_saves(workdir))
   _kill(process)
   return bool(_unfinished_saves(workdir))
 
 
-def _assert_same_run(a, b):
-  for split in ("train", "validation", "depth"):
-    assert tiny_run.rows(a, split) == tiny_run.rows(b, split)
-  models = [checkpoint.load_model(workdir)[1] for workdir in (a, b)]
-  jax.tree.map(np.testing.assert_array_equal, *models)
-
-
 def _stop(workdir, fields, kind):
   """Stops a run by a signal: every step taken is kept. Returns the last."""
-  first = _last_step(workdir)
+  first = tiny_run.last_step(workdir)
   process = tiny_run.start(workdir, fields)
   _wait_until_step(process, workdir, first + 3)
   process.send_signal(kind)
   out = tiny_run.finish(process, status=exits.Exit.STOPPED)
   stopped = tiny_run.events(workdir, "stopped")[-1]
   assert stopped["signal"] == kind.name
-  assert stopped["step"] == _last_step(workdir)
+  assert stopped["step"] == tiny_run.last_step(workdir)
   assert stopped["step"] == checkpoint.all_steps(workdir)[-1]
   assert f"stopped after step {stopped['step']} with" in out
   assert not _unfinished_saves(workdir)
@@ -107,7 +91,7 @@ def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
   broken = tmp_path / "broken"
   # SIGKILL during a save. The first attempt almost always works.
   assert any(_kill_during_save(broken, fields) for _ in range(3))
-  reached, saved = _last_step(broken), _last_save(broken)
+  reached, saved = tiny_run.last_step(broken), _last_save(broken)
   assert saved >= reached - 2 * SAVE_EVERY
 
   step = _stop(broken, fields, signal.SIGHUP)
@@ -118,7 +102,7 @@ def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
 
   tiny_run.finish(tiny_run.start(broken, fields))
   assert tiny_run.events(broken, "resume")[-1]["step"] == step
-  _assert_same_run(whole, broken)
+  tiny_run.assert_same_run(whole, broken)
 
 
 def test_a_signal_during_compilation_ends_the_run_at_once(fields, tmp_path):
@@ -166,7 +150,7 @@ def _duel(rng, workdir, fields, kills):
         return kills
     if alive:
       victim = alive.pop(rng.randrange(len(alive)))
-      print("kills", victim.pid, "at step", _last_step(workdir))
+      print("kills", victim.pid, "at step", tiny_run.last_step(workdir))
       tiny_run.kill(victim)
       kills -= 1
   for process in alive:
@@ -184,7 +168,7 @@ def _survive_duels(fields, whole, tmp_path, kills):
     workdir = tmp_path / f"broken_{rounds}"
     kills = _duel(rng, workdir, fields, kills)
     tiny_run.finish(tiny_run.start(workdir, fields))
-    _assert_same_run(whole, workdir)
+    tiny_run.assert_same_run(whole, workdir)
     rounds += 1
 
 
@@ -200,13 +184,13 @@ def test_many_kills(fields, tmp_path):
   tiny_run.finish(tiny_run.start(whole, fields))
   for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     _stop(broken, fields, kind)
-  while _last_step(broken) < 180:
+  while tiny_run.last_step(broken) < 180:
     process = tiny_run.start(broken, fields)
-    _wait_until_step(process, broken, _last_step(broken) + 1)
+    _wait_until_step(process, broken, tiny_run.last_step(broken) + 1)
     time.sleep(random.uniform(0, 2))
     if process.poll() is None:
       _kill(process)
     else:
       tiny_run.finish(process)
   tiny_run.finish(tiny_run.start(broken, fields))
-  _assert_same_run(whole, broken)
+  tiny_run.assert_same_run(whole, broken)

@@ -25,6 +25,16 @@ def count(names: tuple[str, ...], function: Callable[..., Any], *args) -> int:
   return sum(e.primitive.name in names for e in equations(jaxpr))
 
 
+def depends(function: Callable[..., Any], argument: Any) -> bool:
+  """Whether an output of a traced function depends on its argument."""
+  jaxpr = jax.make_jaxpr(function)(argument).jaxpr
+  reached = set(jaxpr.invars)
+  for equation in jaxpr.eqns:
+    if any(v in reached for v in equation.invars if not hasattr(v, "val")):
+      reached |= set(equation.outvars)
+  return any(v in reached for v in jaxpr.outvars if not hasattr(v, "val"))
+
+
 def has(equation: Any, name: str) -> bool:
   """Whether a primitive is called anywhere within an equation."""
   inside = equations(equation.params.get("jaxpr"))

@@ -126,7 +126,7 @@ def test_experts_are_reported_and_balanced(whole, config):
   np.testing.assert_allclose(biases.sum(axis=1), 0, atol=1e-6)
 
 
-# Resuming does not depend on the network: tests/train_test.py.
+# Resuming does not depend on the network: tests/train/loop_test.py.
 @pytest.mark.slow
 def test_stopped_run_resumes_bit_for_bit(whole, config, tmp_path):
   run = shutil.copytree(whole, tmp_path / "run")

@@ -118,17 +118,17 @@ def start_two(workdir, fields):
 
 def wait_for_rows(workdir, processes, seconds=400, after=0):
   """Waits until training has logged a step after `after`."""
-  file = pathlib.Path(workdir) / "metrics.jsonl"
   deadline = time.monotonic() + seconds
-  while _last_step(file) <= after:
+  while last_step(workdir) <= after:
     for process in processes:
       assert process.poll() is None, kill(process)
     assert time.monotonic() < deadline, "the run makes no progress"
     time.sleep(0.01)
 
 
-def _last_step(file):
+def last_step(workdir):
   """The last that is logged as a whole."""
+  file = pathlib.Path(workdir) / "metrics.jsonl"
   text = file.read_text() if file.exists() else ""
   lines = text.rpartition("\n")[0].splitlines()
   return max((step_of(line, "train") for line in lines), default=0)

@@ -195,7 +195,7 @@ def test_resume(runs, damaged):
   damaged(runs.interrupted, "resume", act)
 
 
-@laws.shares(10, 500)
+@laws.shares(15, 500)
 def test_verify(runs, damaged):
   """Names every checkpoint with a damaged file, if its checksums are there."""
 

@@ -244,30 +244,24 @@ class TestDepthAttention:
 
 @pytest.mark.usefixtures("any_arguments")
 class TestBadInput:
-  def test_widths_differ(self):
-    with pytest.raises(ValueError, match=r"\(2, 8\).*\(3, 9\)"):
-      depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 9))])
+  @pytest.mark.parametrize(
+    "query,sources,message",
+    [
+      ((2, 8), [(3, 9)], r"\(2, 8\).*\(3, 9\)"),
+      ((2, 0), [(3, 0)], "Q and D >= 1"),
+      ((2, 8), [], r"M = 0.*\(2, 8\)"),
+      ((8,), [(3, 8)], r"\[Q, D\].*\(8,\).*\(3, 8\)"),
+      ((2, 8), [(3, 8), (4, 8)], r"\(3, 8\).*\(4, 8\)"),
+    ],
+  )
+  def test_shapes(self, query, sources, message):
+    with pytest.raises(ValueError, match=message):
+      depth_attention(jnp.ones(query), [*map(jnp.ones, sources)])
 
   @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
   def test_epsilon(self, eps):
     with pytest.raises(ValueError, match="eps=.* finite number"):
       depth_attention(jnp.zeros((2, 8)), [jnp.zeros((3, 8))], eps=eps)
-
-  def test_no_width(self):
-    with pytest.raises(ValueError, match="Q and D >= 1"):
-      depth_attention(jnp.zeros((2, 0)), [jnp.zeros((3, 0))])
-
-  def test_no_sources(self):
-    with pytest.raises(ValueError, match=r"M = 0.*\(2, 8\)"):
-      depth_attention(jnp.ones((2, 8)), [])
-
-  def test_query_is_not_a_matrix(self):
-    with pytest.raises(ValueError, match=r"\[Q, D\].*\(8,\).*\(3, 8\)"):
-      depth_attention(jnp.ones(8), [jnp.ones((3, 8))])
-
-  def test_sources_differ(self):
-    with pytest.raises(ValueError, match=r"\(3, 8\).*\(4, 8\)"):
-      depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 8)), jnp.ones((4, 8))])
 
   def test_unknown_backend(self):
     with pytest.raises(ValueError, match="pallas_tpu"):

@@ -3,7 +3,7 @@
 
 With a pre-norm, both are the same function of the same parameters (as eps goes
 to 0), since RMSNorm removes the positive factor between them; see the
-zero-query identity in `tests/models/paper_laws_test.py`.
+zero-query identity in `tests/models/zero_query_test.py`.
 """
 
 from typing import Any

@@ -187,20 +187,6 @@ def test_any_cut_of_a_sequence_is_the_same(pieces):
   assert state.key_BKNH.shape == (BATCH, 3, HEADS, HEAD)
 
 
-@pytest.mark.parametrize("length", [1, 6])
-def test_padding_leaves_the_state(length):
-  """Rows of different lengths, as if each were alone."""
-  module, x_BTD = _module(), _inputs()
-  _, before = _extend(module, x_BTD[:, :5], module.init_cache(BATCH), _chunk(5))
-  counts = np.array([length, 0])
-  x = x_BTD[:, 5 : 5 + length]
-  _, after = _extend(module, x, before, _chunk(counts))
-  _, whole = _extend(module, x_BTD[:, 5 : 5 + length], before, _chunk(length))
-  for old, new, expected in zip(before, after, whole):
-    cores.assert_close(new[0], expected[0])
-    np.testing.assert_array_equal(new[1], old[1])
-
-
 def test_bfloat16():
   module, wide = _module(dtype="bfloat16"), _module()
   x_BTD = _inputs("bfloat16")
