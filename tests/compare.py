@@ -7,6 +7,12 @@ import jax
 import numpy as np
 
 
+def error(found: Any, expected: Any) -> float:
+  """The root mean square difference, as a part of what is expected."""
+  found, expected = np.float64(found), np.float64(expected)
+  return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
+
+
 def trees(found: Any, expected: Any, tolerance: float) -> None:
   """Asserts equal leaves, up to a part of each one's largest number plus 1."""
   found, expected = map(jax.tree.leaves, (found, expected))

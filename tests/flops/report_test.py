@@ -2,15 +2,13 @@
 """The command: its output, its file, and its errors."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
+from attnres_jax.flops import __main__ as command
 from attnres_jax.flops import report
 from attnres_jax.models import residuals
 from tests import tiny_network
@@ -68,22 +66,11 @@ def test_unknown_vocabulary():
     flops.make_report(config_lib.RunConfig())
 
 
-def _command(*args):
-  paths = [str(ROOT), str(ROOT / "kernels")]
-  return subprocess.run(
-    [sys.executable, "-m", "attnres_jax.flops", *args],
-    env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-
-
-def test_command(numbers, tmp_path):
+def test_command(numbers, tmp_path, capsys):
   file = tmp_path / "48b.json"
-  done = _command(f"--config={SPEC}", f"--json={file}")
-  assert (done.returncode, done.stderr) == (0, "")
-  assert done.stdout == report.to_text(numbers) + "\n"
+  assert command.main([f"--config={SPEC}", f"--json={file}"]) == 0
+  found = capsys.readouterr()
+  assert (found.out, found.err) == (report.to_text(numbers) + "\n", "")
   assert json.loads(file.read_text()) == json.loads(json.dumps(numbers))
 
 

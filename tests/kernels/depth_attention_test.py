@@ -11,6 +11,7 @@ import pytest
 
 from attnres_kernels import depth_attention
 from attnres_kernels import dispatch
+from tests import compare
 
 EPS = 1e-6
 
@@ -86,11 +87,6 @@ def run_fast(implementation, *arrays):
   return call(implementation, *arrays)
 
 
-def error(actual, wanted):
-  actual, wanted = np.float64(actual), np.float64(wanted)
-  return np.sqrt(np.mean((actual - wanted) ** 2) / np.mean(wanted**2))
-
-
 PLAIN = ("reference", "xla", None)
 ALL = ("reference", "xla", "pallas_tpu")
 
@@ -108,13 +104,15 @@ class TestDepthAttention:
     dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
     # The error of storing the exact result in this dtype, plus 10 %.
     stored = [
-      1.1 * error(jnp.asarray(x, dtype), x) if dtype == jnp.bfloat16 else 0
+      1.1 * compare.error(jnp.asarray(x, dtype), x)
+      if dtype == jnp.bfloat16
+      else 0
       for x in (out_, dsources_)
     ]
-    assert error(lse, lse_) < 2e-6
-    assert error(out, out_) < max(2e-6, stored[0])
-    assert error(dsources, dsources_) < max(2e-6, stored[1])
-    assert error(dquery, dquery_) < 5e-6
+    assert compare.error(lse, lse_) < 2e-6
+    assert compare.error(out, out_) < max(2e-6, stored[0])
+    assert compare.error(dsources, dsources_) < max(2e-6, stored[1])
+    assert compare.error(dquery, dquery_) < 5e-6
 
   @pytest.mark.parametrize("implementation", PLAIN)
   @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))

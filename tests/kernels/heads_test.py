@@ -13,6 +13,7 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import dispatch
+from tests import compare
 
 EPS = 1e-6
 WIDTH = 12
@@ -163,8 +164,8 @@ class TestOnTpu:
     leaves = map(jax.tree.leaves, (found, plain, wanted))
     for one, other, exact in zip(*leaves, strict=True):
       assert one.dtype == other.dtype
-      allowed = 1.2 * _error(other, exact) if dtype == "bfloat16" else 0
-      assert _error(one, exact) < max(5e-6, allowed)
+      allowed = 1.2 * compare.error(other, exact) if dtype == "bfloat16" else 0
+      assert compare.error(one, exact) < max(5e-6, allowed)
 
   @pytest.mark.parametrize("shape,options,dtype", TPU_CASES)
   def test_depth_attention(self, shape, options, dtype):
@@ -232,11 +233,6 @@ class TestOnTpu:
     for other in found[1:]:
       for a, b in zip(found[0], other, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def _error(actual, wanted):
-  actual, wanted = np.float64(actual), np.float64(wanted)
-  return np.sqrt(np.mean((actual - wanted) ** 2) / np.mean(wanted**2))
 
 
 def _to_float32(x):

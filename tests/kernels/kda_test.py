@@ -11,6 +11,7 @@ import pytest
 from attnres_kernels import dispatch
 from attnres_kernels import kda
 from attnres_kernels import kda_step
+from tests import compare
 from tests import jaxprs
 
 PLAIN = ("reference", "xla")
@@ -94,11 +95,6 @@ def value_and_gradients(f, arguments, cotangents):
   return (*values, *vjp(cotangents))
 
 
-def error(actual, wanted):
-  actual, wanted = np.float64(actual), np.float64(wanted)
-  return np.sqrt(np.mean((actual - wanted) ** 2) / np.mean(wanted**2))
-
-
 def assert_all_close(actual, wanted, tolerance):
   for name, a, b in zip(NAMES, actual, wanted):
     scale = np.abs(b).max() + 1e-30
@@ -119,8 +115,8 @@ class TestValues:
     assert state.dtype == jnp.float32
     o_, state_ = oracle(*arguments, ids)
     tolerance = 2e-6 if dtype == "float32" else 1e-2
-    assert error(o, o_) < tolerance
-    assert error(state, state_) < tolerance
+    assert compare.error(o, o_) < tolerance
+    assert compare.error(state, state_) < tolerance
 
   @pytest.mark.parametrize(
     "length,chunk_size",
@@ -178,11 +174,11 @@ class TestValues:
     limit = 2e-6 if dtype == "float32" else 1e-2
     for name, a, b, c in zip(NAMES, kernel, plain, wanted):
       assert a.dtype == b.dtype, name
-      assert error(b, c) < limit, name
-      assert error(a, c) < limit, name
+      assert compare.error(b, c) < limit, name
+      assert compare.error(a, c) < limit, name
       if dtype == "bfloat16":
         # No worse than plain JAX with the same operands.
-        assert error(a, c) < 1.3 * error(b, c), name
+        assert compare.error(a, c) < 1.3 * compare.error(b, c), name
 
   @pytest.mark.slow
   @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -207,7 +203,7 @@ class TestValues:
     limit = 2e-6 if dtype == "float32" else 0
     for name, a, b, c in zip(NAMES, kernel, plain, wanted):
       # Or no worse than plain JAX with the same operands.
-      assert error(a, c) < max(limit, 1.3 * error(b, c)), name
+      assert compare.error(a, c) < max(limit, 1.3 * compare.error(b, c)), name
 
   def test_what_is_saved_changes_nothing(self):
     given = make(14, 1, 20, 1, 128, 128, "bfloat16")
@@ -280,9 +276,9 @@ class TestMemory:
     for x in (o, last):
       assert np.isfinite(np.float32(x)).all()
     tolerance = 2e-5 if dtype == "float32" else 2e-2
-    assert error(o, o_) < tolerance
-    assert error(o[:, -64:], o_[:, -64:]) < tolerance
-    assert error(last, last_) < tolerance
+    assert compare.error(o, o_) < tolerance
+    assert compare.error(o[:, -64:], o_[:, -64:]) < tolerance
+    assert compare.error(last, last_) < tolerance
 
   def test_equal_keys_do_not_spoil_the_inverse(self):
     # The powers of this A reach 1e18 in a chunk of 64; its inverse is 0, +-1.

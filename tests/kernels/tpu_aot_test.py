@@ -120,12 +120,6 @@ def compile_for(chip, function, arguments, dtype):
   return jax.jit(function).lower(*structs).compile().as_text()
 
 
-def check_mix(chip, dtype, *sizes):
-  text = compile_for(chip, *mix(*sizes), dtype)
-  for name in ("stream_mix_forward", "stream_mix_backward"):
-    assert name in text
-
-
 class TestTpuCompile:
   @pytest.mark.parametrize("chip", MAIN_CHIPS)
   @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
@@ -246,11 +240,6 @@ class TestHeadsAndRank:
     for name in ("depth_merge_forward", "depth_merge_backward"):
       assert name in text
 
-  def test_float32_heads(self):
-    shape = shapes.Shape("heads", 2, 3, 40, 448, heads=14)
-    text = compile_for("v5p", *attention(shape), "float32")
-    assert "depth_attention_backward" in text
-
   @pytest.mark.parametrize("heads", (16, 64))
   def test_bytes_of_one_head(self, heads):
     """Forward and backward of both operators, by the compiler's count."""
@@ -270,11 +259,6 @@ class TestHeadsAndRank:
 
 @pytest.mark.slow
 class TestStreams:
-  @pytest.mark.parametrize("chip", tuple(CHIPS))
-  @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-  def test_width_of_a_network(self, chip, dtype):
-    check_mix(chip, dtype, 1024, 2048)
-
   @pytest.mark.parametrize("count,columns", [(1, 3), (2, 9), (3, 17), (8, 80)])
   def test_numbers_of_streams(self, count, columns):
     text = compile_for("v5p", *mix(256, 256, count, columns), "bfloat16")

@@ -30,13 +30,6 @@ def test_48b():
   assert round((count.active + embedding) / 1e9, 3) == 3.107
 
 
-@pytest.mark.parametrize("layers", [12, 13, 14, 16, 17, 27])
-def test_mla_at_multiples_of_four_and_in_the_last_block(layers):
-  network = architecture.network(layers, 512, 8, 128)
-  expected = {*range(4, layers + 1, 4), layers}
-  assert network.sublayer_kinds.count("mla") == len(expected)
-
-
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_table_2(row):
   name, kda, mla, experts, num_mla, e64, e256, e512, total512, total256 = row

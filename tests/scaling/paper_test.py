@@ -50,20 +50,6 @@ def test_printed_laws_give_the_printed_advantage():
   assert advantage.low is None and advantage.high is None
 
 
-def test_advantages_at_other_computes():
-  base, block, full = LAWS.values()
-  of_full = [compute_advantage(base, full, c).value for c in (0.5, 5.6, 10)]
-  np.testing.assert_allclose(of_full, of_full[0])
-  assert round(of_full[0], 3) == 1.275
-  of_block = [compute_advantage(base, block, c).value for c in (0.5, 10)]
-  assert [round(value, 2) for value in of_block] == [1.20, 1.27]
-  crossing = (block.coefficient / full.coefficient) ** (
-    1 / (block.exponent - full.exponent)
-  )
-  assert round(crossing, 1) == 14.5
-  assert block(crossing) == pytest.approx(full(crossing))
-
-
 def test_compute_of_table_2():
   six_nd = column("6nd")
   assert [round(c, 3) for c in six_nd.tolist()] == pytest.approx(
@@ -94,14 +80,6 @@ def test_refit_with_attention_is_close_to_the_printed_laws():
       law = fit_power_law(runs.compute, runs.loss)
       distances[counting] = abs(law.coefficient - printed.coefficient)
     assert distances["attention"] < 0.0075 < 0.025 < distances["6nd"]
-
-
-def test_gaps_between_full_and_block_are_not_monotone():
-  gaps = [
-    round(size.loss("block_attnres") - size.loss("full_attnres"), 3)
-    for size in paper.TABLE_2
-  ]
-  assert gaps == [0.010, 0.001, 0.005, 0.009, 0.001]
 
 
 def test_depth_attention_costs_little():

@@ -92,9 +92,9 @@ def test_training_loop_dispatches_before_it_fetches(tmp_path, monkeypatch):
 
       super().__init__(*args, fetch=fetch, **options)
 
-    def add(self, *args):
+    def add(self, *args, **options):
       order.append("dispatched")
-      super().add(*args)
+      super().add(*args, **options)
 
   monkeypatch.setattr(step_log, "StepLog", Log)
   fields = tiny_run.corpus(tmp_path) | {

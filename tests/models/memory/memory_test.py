@@ -289,20 +289,6 @@ def test_each_kind_has_its_first_values():
     np.testing.assert_allclose(trace.values[last + 1], want, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["depth_attention", "moda"])
-def test_latent_attention(name):
-  config = _config(
-    name, mixers=("kda", "mla"), num_kv_heads=0, kda=KDA, mla=MLA
-  )
-  network = models.build_model(config)
-  plain = models.build_model(dataclasses.replace(config, depth_memory="none"))
-  hidden = [
-    np.asarray(jax.jit(lambda m: m(TOKENS))(m)) for m in (network, plain)
-  ]
-  assert np.isfinite(hidden[0]).all()
-  assert np.abs(hidden[0] - hidden[1]).max() > 1e-2
-
-
 def test_a_long_stride_is_plain_attention():
   plain = _network("none")
   far = _with(plain, depth_memory="depth_attention", depth_stride=4)
@@ -375,8 +361,10 @@ def test_cost(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bfloat16_and_letters(name):
-  config = _config(name, dtype="bfloat16")
+@pytest.mark.parametrize("mixers", [("attention",), ("kda", "mla")])
+def test_bfloat16_and_letters(name, mixers):
+  fields = dict(num_kv_heads=0, kda=KDA, mla=MLA)
+  config = _config(name, dtype="bfloat16", mixers=mixers, **fields)
   network = jax.eval_shape(lambda: models.build_model(config))
   leaves = jax.tree.leaves(network)
   assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}

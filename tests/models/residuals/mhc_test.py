@@ -340,22 +340,3 @@ def test_sharded_tokens():
   assert any(len(specs) >= 4 + 1 + 5 for specs in split)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
-
-
-def test_fixed_coefficients_are_not_read_ahead():
-  """Analysis holds them fixed, in separate passes."""
-  scheme = residuals.build_residual(_config("mhc"), rngs=None)
-  state = scheme.init(jnp.ones((1, 2, 6)))
-  carry, slots = scheme.open(state, 0, 4)
-  slot = jax.tree.map(lambda a: a[0], slots)
-  y_BTD = jnp.full((1, 2, 6), 0.5, scheme.dtype)
-  ahead = scheme.write(carry, slot, y_BTD)
-  with base.fixed_coefficients():
-    carry, _ = scheme.open(state, 0, 4)
-    alone = scheme.write(carry, slot, y_BTD)
-    h_BTD = base.before_norm(scheme, alone, slot)
-  assert alone.h_BTD is None and ahead.h_BTD is not None
-  np.testing.assert_array_equal(h_BTD, ahead.h_BTD)
-  rest = jax.tree.leaves(ahead._replace(h_BTD=None))
-  for a, b in zip(jax.tree.leaves(alone), rest, strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6)
