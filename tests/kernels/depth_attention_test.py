@@ -205,40 +205,6 @@ class TestDepthAttention:
         jnp.stack(dsources), dsources_, rtol=1e-9, atol=1e-12
       )
 
-  def test_sharded_tokens_need_no_collective(self):
-    mesh = jax.make_mesh(
-      (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
-    spec = jax.sharding.PartitionSpec
-    query, source, dout, dlse = make(10, 3, 4, (8, 4), 16, "float32")
-
-    def value_and_gradients(query, sources, dout, dlse):
-      return run(None, query, sources, dout, dlse)
-
-    token, stacked = spec("data"), spec(None, "data")
-    mapped = jax.jit(
-      jax.shard_map(
-        lambda q, s, o, l: jax.tree.map(
-          lambda x, add: jax.lax.psum(x, "data") if add else x,
-          value_and_gradients(q, s, o, l),
-          (False, False, True, (False,) * 4),
-        ),
-        mesh=mesh,
-        in_specs=(spec(), token, stacked, stacked),
-        out_specs=(stacked, stacked, spec(), token),
-        check_vma=False,
-      )
-    )
-    text = mapped.lower(query, tuple(source), dout, dlse).compile().as_text()
-    assert text.count(" all-reduce(") == 1  # The caller's psum.
-    for name in ("all-gather", "all-to-all", "collective-permute"):
-      assert name not in text
-    got = mapped(query, tuple(source), dout, dlse)
-    wanted = run_fast(None, query, tuple(source), dout, dlse)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted
-    )
-
 
 @pytest.mark.usefixtures("any_arguments")
 class TestBadInput:

@@ -298,8 +298,7 @@ class TestTransform:
     )
     jax.tree.map(np.testing.assert_array_equal, actual, wanted)
 
-  @pytest.mark.parametrize("explicit", [True, False])
-  def test_sharded_batch_needs_no_collective(self, explicit):
+  def test_sharded_batch_needs_no_collective(self):
     mesh = jax.make_mesh(
       (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -308,8 +307,6 @@ class TestTransform:
     f = functools.partial(run, None, chunk_size=4)
     wanted = f(arguments, cotangents)
     sharding = jax.sharding.NamedSharding(mesh, batch)
-    if explicit:
-      f = jax.shard_map(f, mesh=mesh, in_specs=batch, out_specs=batch)
     f = jax.jit(f, in_shardings=sharding, out_shardings=sharding)
     text = f.lower(arguments, cotangents).compile().as_text()
     for name in ("all-reduce", "all-gather", "all-to-all", "permute"):

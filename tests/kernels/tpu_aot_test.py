@@ -8,7 +8,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from attnres_jax.plan import hlo
@@ -169,48 +168,6 @@ class TestTpuCompile:
     )
     assert "depth_attention_backward" in text
     assert "bf16[4,512,1024]" not in text
-
-  def test_sharded_tokens_need_no_collective(self):
-    mesh = jax.sharding.Mesh(np.array(devices("v5e")), ("data",))
-    spec = jax.sharding.PartitionSpec
-    shape = shapes.Shape("small", 2, 3, 64, 256)
-    phases = attention(shape)[0], merge(shape, "merge_norm")[0]
-    token = spec("data")
-
-    def step(query, row, out, *sources):
-      (mixed, lses, (dquery, *dsources)) = phases[0](query, out, *sources)
-      values = phases[1](mixed[0], lses[0], query[0], sources[0], row)
-      values, (dout, dlse, drow, dpartial, dgain) = values
-      sums = jax.lax.psum((dquery, drow, dgain), "data")
-      return (values, dout, dlse, dpartial, dsources), sums
-
-    mapped = jax.shard_map(
-      step,
-      mesh=mesh,
-      in_specs=(spec(), spec(), spec(None, "data"), *[token] * 3),
-      out_specs=(token, spec()),
-      check_vma=False,
-    )
-    placed = lambda shape, dtype, at: jax.ShapeDtypeStruct(
-      shape, dtype, sharding=jax.sharding.NamedSharding(mesh, at)
-    )
-    text = (
-      jax.jit(mapped)
-      .lower(
-        placed((2, 256), jnp.float32, spec()),
-        placed((256,), jnp.float32, spec()),
-        placed((2, 64, 256), jnp.bfloat16, spec(None, "data")),
-        *[placed((64, 256), jnp.bfloat16, token)] * 3,
-      )
-      .compile()
-      .as_text()
-    )
-    for name in ("depth_attention_backward", "depth_merge_backward"):
-      assert name in text
-    # The caller's sums only.
-    assert "all-reduce" in text
-    for name in ("all-gather", "all-to-all", "collective-permute"):
-      assert name not in text
 
 
 # Heads own registers, share them, or share them unevenly; keys of any width.

@@ -14,6 +14,7 @@ from attnres_jax import models
 from attnres_jax.models import residuals
 from attnres_jax.models import trunk
 from tests import tiny_network
+from tests.models import reference
 from tests.models import trunks
 
 VOCAB = 16
@@ -57,129 +58,6 @@ _trace = jax.jit(lambda model, tokens: model.trace(tokens))
 _alone = jax.jit(lambda part, h: part.core(part.norm(h), None))
 
 
-def _numpy_norm(x, gain, eps):
-  return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps) * gain
-
-
-def _numpy_rope(x, theta, rope):
-  """[T, H]: the pair (i, i + H/2) turns by t * theta ** (-2i / H)."""
-  length, width = x.shape
-  out = np.empty_like(x)
-  for t in range(length):
-    for i in range(width // 2):
-      angle = t * _scaled(theta ** (-2 * i / width), rope)
-      a, b = x[t, i], x[t, i + width // 2]
-      out[t, i] = a * np.cos(angle) - b * np.sin(angle)
-      out[t, i + width // 2] = a * np.sin(angle) + b * np.cos(angle)
-  return out
-
-
-def _scaled(frequency, rope):
-  """Llama 3.1's rule, by wavelengths in tokens."""
-  if rope.scaling == "none":
-    return frequency
-  wavelength = 2 * np.pi / frequency
-  longest = rope.original_length / rope.low_turns
-  shortest = rope.original_length / rope.high_turns
-  if wavelength < shortest:
-    return frequency
-  if wavelength > longest:
-    return frequency / rope.factor
-  share = (rope.original_length / wavelength - rope.low_turns) / (
-    rope.high_turns - rope.low_turns
-  )
-  return (1 - share) * frequency / rope.factor + share * frequency
-
-
-def _numpy_attention(x, p, config, segments):
-  """[T, D] of one row, head by head, position by position."""
-  group = config.num_heads // config.kv_heads
-  out = np.zeros_like(x)
-  for head in range(config.num_heads):
-    q = x @ p["query"][:, head]
-    k = x @ p["key"][:, head // group]
-    v = x @ p["value"][:, head // group]
-    if config.attention.qkv_bias:
-      q = q + p["query_bias"][head]
-      k = k + p["key_bias"][head // group]
-      v = v + p["value_bias"][head // group]
-    if "query_norm" in p:
-      q = _numpy_norm(q, p["query_norm"], config.norm_eps)
-      k = _numpy_norm(k, p["key_norm"], config.norm_eps)
-    if "value_norm" in p:
-      v = _numpy_norm(v, p["value_norm"], config.norm_eps)
-    if config.rope_theta:
-      rope = config.rope_theta, config.rope
-      q, k = _numpy_rope(q, *rope), _numpy_rope(k, *rope)
-    for t in range(len(x)):
-      seen = [s for s in range(t + 1) if segments[s] == segments[t]]
-      score = np.array([q[t] @ k[s] for s in seen]) / np.sqrt(q.shape[-1])
-      weight = np.exp(score - score.max())
-      mixed = (weight / weight.sum()) @ v[seen]
-      out[t] += mixed @ p["output"][head]
-  return out + p.get("output_bias", 0.0)
-
-
-def _numpy_logits(model, tokens, segments):
-  """Logits of one row [T], in float64, from the weights alone."""
-  config = model.config
-  wide = lambda a: np.asarray(a[...], np.float64)
-  table = wide(model.embedding.table)
-  head = table.T if config.tie_embeddings else wide(model.embedding.head)
-
-  def sublayer(l):
-    kind = ("attention", "mlp")[l % 2]
-    part = jax.tree.map(
-      lambda a: np.asarray(a[l // 2], np.float64), model.sublayers[kind]
-    )
-    gain = np.asarray(part.norm.gain[...])
-    if kind == "attention":
-      names = ("query", "key", "value", "output")
-      biases = [f"{name}_bias" for name in names]
-      found = {n: getattr(part.core, n) for n in (*names, *biases)}
-      p = {n: np.asarray(a[...]) for n, a in found.items() if a is not None}
-      for n in ("query_norm", "key_norm", "value_norm"):
-        if jax.tree.leaves(getattr(part.core, n)):
-          p[n] = np.asarray(getattr(part.core, n).gain[...])
-      core = lambda x: _numpy_attention(x, p, config, segments)
-    else:
-      gate, up, down = (
-        np.asarray(getattr(part.core, n)[...]) for n in ("gate", "up", "down")
-      )
-      core = lambda x: (x @ gate / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
-    return lambda h: core(_numpy_norm(h, gain, config.norm_eps))
-
-  values = [table[tokens]]
-  name, depth = config.residual.name, config.num_sublayers
-  if name.endswith("attnres"):
-    queries = model.residual.queries
-    u = wide(queries.query) * wide(queries.gain)
-
-  def read(l):
-    if name == "prenorm":
-      return sum(values)
-    if name == "rescaled":
-      return sum(values) / len(values)
-    sources = values
-    if name == "block_attnres":
-      size = -(-depth // config.residual.num_blocks)
-      inner = values[1:]
-      sources = [values[0]] + [
-        sum(inner[i : i + size]) for i in range(0, len(inner), size)
-      ]
-    score = [_numpy_norm(v, 1.0, config.norm_eps) @ u[l] for v in sources]
-    weight = np.exp(np.stack(score))
-    weight /= weight.sum(0)
-    return sum(w[:, None] * v for w, v in zip(weight, sources))
-
-  for l in range(depth):
-    values.append(sublayer(l)(read(l)))
-  h = _numpy_norm(read(depth), wide(model.final_norm.gain), config.norm_eps)
-  logits = h @ head
-  cap = config.logit_soft_cap
-  return cap * np.tanh(logits / cap) if cap else logits
-
-
 @pytest.mark.parametrize(
   "name,documents,fields",
   [
@@ -192,19 +70,15 @@ def _numpy_logits(model, tokens, segments):
   ],
 )
 def test_logits_are_those_of_the_definition(name, documents, fields):
-  model, tokens = _model(name, **fields), _tokens()
-  segments = np.zeros_like(tokens)
+  model, tokens, segments = _model(name, **fields), _tokens(), []
   if documents:
-    segments = np.array([[1] * 4 + [2] * 5, [3, 3, 3, 7, 7, 7, 7, 0, 0]])
-    segments = segments.astype(np.int32)
-    found = _logits(model, tokens, segments)
-  else:
-    found = _logits(model, tokens)
+    rows = [[1] * 4 + [2] * 5, [3, 3, 3, 7, 7, 7, 7, 0, 0]]
+    segments = [np.array(rows, np.int32)]
+  found = _logits(model, tokens, *segments)
   assert found.dtype == jnp.float32
-  for row in range(2):
-    expected = _numpy_logits(model, tokens[row], segments[row])
-    assert expected.std() > 0.3
-    np.testing.assert_allclose(found[row], expected, rtol=0, atol=2e-4)
+  expected = reference.logits(model, tokens, *segments)
+  assert expected.std() > 0.3
+  np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", FEW)

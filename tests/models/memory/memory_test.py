@@ -18,7 +18,7 @@ from attnres_jax.models import memory
 from attnres_jax.models import trunk
 from attnres_jax.models.mixers import causal_attention
 from tests import jaxprs
-from tests.models.memory import reference
+from tests.models import reference
 
 NAMES = tuple(memory.DEPTH_MEMORY)
 CONFIG = config_lib.ModelConfig(
@@ -162,7 +162,8 @@ def _with(network, **fields):
 def test_definition(name):
   network = _network(name)
   (_, logits), gradient = _loss_and_gradient(network, TOKENS)
-  want = reference.logits(network, TOKENS, HOOKS[name](network.depth_memory))
+  hook = HOOKS[name](network.depth_memory)
+  want = reference.logits(network, TOKENS, hook=hook)
   np.testing.assert_allclose(logits, want, atol=2e-4)
   flat, _ = jax.tree_util.tree_flatten_with_path(gradient)
   for path, a in flat:

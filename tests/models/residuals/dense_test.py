@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense connections against loops over all pairs of outputs, in NumPy."""
 
-import jax
 import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
 from tests.models import trunks
 
-
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def _dense(sublayers, weight, embedding):

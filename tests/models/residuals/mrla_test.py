@@ -9,15 +9,11 @@ import pytest
 from attnres_jax.models.residuals import mrla
 from tests.models import trunks
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 HEAD = 2  # gcd(16, 6)
 # Sublayers, by scheme.
 COUNTS = {"mrla": 10, "mrla_light": 6, "mrla_local": 6, "mrla_linear": 3}
-
-
-@pytest.fixture(autouse=True)
-def float64():
-  with jax.enable_x64(True):
-    yield
 
 
 def _over_channels(x, taps):

@@ -6,18 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from attnres_jax.models.residuals import base
 from tests.models import trunks
 
 L = 4  # two blocks
-
-
-@pytest.fixture
-def float64():
-  with jax.enable_x64(True):
-    yield
 
 
 def _weights(scheme):
