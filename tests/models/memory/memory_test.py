@@ -361,8 +361,13 @@ def test_cost(name):
   )
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mixers", [("attention",), ("kda", "mla")])
+@pytest.mark.parametrize(
+  "name,mixers",
+  [
+    *((name, ("attention",)) for name in NAMES),
+    *((name, ("kda", "mla")) for name in ("depth_attention", "moda")),
+  ],
+)
 def test_bfloat16_and_letters(name, mixers):
   fields = dict(num_kv_heads=0, kda=KDA, mla=MLA)
   config = _config(name, dtype="bfloat16", mixers=mixers, **fields)
