@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of arrays that are equal but for rounding."""
+"""Compares arrays up to rounding."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def error(found: Any, expected: Any) -> float:
-  """The root mean square difference, as a part of what is expected."""
+  """Root mean square difference over the root mean square of `expected`."""
   found, expected = np.float64(found), np.float64(expected)
   return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs recipes; tests/extension_test.py uses those of extend.md."""
+"""Runs the recipe of docs/architecture.md; extension_test runs the others."""
 
 import re
 
