@@ -74,17 +74,6 @@ def test_loops_of_chunks_do_not_grow_with_depth():
   assert 2 * looped < products(8) + 1
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_one_virtual_stage_sends_what_was_planned_and_nothing_else(ranks):
-  config = networks.config((ranks, 1, ranks, ranks, 1))
-  compiled, _ = networks.compile_step(config)
-  layout = layout_lib.Layout(ranks, 1, 1, 1)
-  sent = sum(n * pairs for n, pairs in _permutes(compiled.as_text()))
-  planned = layout.total_vectors("minimum") + layout.total_partials()
-  assert planned == {2: 2, 4: 2 + 3 + 4}[ranks]
-  assert sent == 2 * planned * 4 * networks.LENGTH * networks.WIDTH
-
-
 def _with_experts(mesh, **fields):
   return networks.config(
     (2, 1, 2, 4, 2), mesh, moe=tiny_network.KINDS["moe"], **fields

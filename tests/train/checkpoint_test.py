@@ -246,24 +246,16 @@ def test_a_large_file_has_many_checksums(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  "name,entry",
-  [
-    ("../../../secret.txt", {"bytes": 3, "xxh3": ["0"]}),
-    ("/etc/hostname", {"bytes": 3, "xxh3": ["0"]}),
-    ("model/\x1b[2J", {"bytes": 3, "xxh3": ["0"]}),
-    ("model/a", {"bytes": 10**12, "xxh3": ["0"]}),
-    ("model/a", {"bytes": "3", "xxh3": ["0"]}),
-    ("model/a", ["0"]),
-  ],
+  "entry",
+  [{"bytes": 10**12, "xxh3": ["0"]}, {"bytes": "3", "xxh3": ["0"]}, ["0"]],
 )
-def test_checksums_that_we_did_not_write(tmp_path, name, entry):
+def test_checksums_that_we_did_not_write(tmp_path, entry):
   folder = tmp_path / "checkpoints" / "1"
   folder.mkdir(parents=True)
-  listed = {name: entry}
+  listed = {"model/a": entry}
   text = json.dumps(listed, sort_keys=True).encode()
   values = {"files": listed, "xxh3": xxhash.xxh3_128_hexdigest(text)}
   (folder / checksums.FILE).write_text(json.dumps(values))
-  (tmp_path / "secret.txt").write_text("abc")
   assert checksums.damage(folder) == ["checksums.json is damaged"]
 
 

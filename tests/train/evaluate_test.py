@@ -84,11 +84,6 @@ def test_sums_over_the_first_batches_every_time():
   assert dataset.closed == 1
 
 
-def test_fewer_batches_than_asked_for():
-  evaluator, _ = _evaluator(_batches(2))
-  assert evaluator(jnp.float32(1.0))["tokens"] == 2 * 4 * 8
-
-
 def test_bits_per_byte_only_of_bytes():
   evaluator, _ = _evaluator(_batches(1), separator_id=None)
   assert "bits_per_byte" not in evaluator(jnp.float32(1.0))

@@ -45,28 +45,6 @@ def test_not_finite_becomes_null(tmp_path):
   assert row["loss"] is None and row["norms"] == [1.0, None]
 
 
-def test_resume_drops_later_rows_and_keeps_events(tmp_path):
-  writer = metrics.make_writer(tmp_path, _config())
-  for step in range(1, 8):
-    writer.write(step, "train", loss=1.0)
-  writer.event(7, "stopped")
-  writer.close()
-  writer = metrics.make_writer(tmp_path, _config(), resume_step=4)
-  writer.write(5, "train", loss=1.0)
-  writer.close()
-  assert _steps(tmp_path) == [1, 2, 3, 4, 5]
-  assert _steps(tmp_path, "event") == [7]
-
-
-def test_a_line_cut_short_is_dropped(tmp_path):
-  path = tmp_path / "metrics.jsonl"
-  path.write_text('{"step": 1, "split": "train"}\n{"step": 2, "spl')
-  writer = metrics.make_writer(tmp_path, _config(), resume_step=2)
-  writer.write(2, "train")
-  writer.close()
-  assert _steps(tmp_path) == [1, 2]
-
-
 @pytest.mark.parametrize(
   "line", ["{", "7", "[]", '{"step": 1}', '{"step": "1", "split": "train"}']
 )
