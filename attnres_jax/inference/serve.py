@@ -9,7 +9,6 @@ metrics. Needs `pip install "attnres-jax[serve]"`.
 """
 
 import argparse
-import asyncio
 from collections.abc import Iterator, Sequence
 import contextlib
 import ipaddress
@@ -31,6 +30,7 @@ try:
 
   from attnres_jax.inference.serving import app as app_lib
   from attnres_jax.inference.serving import connections
+  from attnres_jax.inference.serving import service as service_lib
 except ImportError as error:
   raise ImportError(
     f"{error.name} is missing; pip install 'attnres-jax[serve]'"
@@ -47,27 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Server(uvicorn.Server):
-  """Refuses what waits as soon as a signal comes, and knows of failures."""
-
-  app: app_lib.App | None = None
+  """Says where it listens."""
 
   async def startup(self, sockets: Any = None) -> None:
-    self._loop = asyncio.get_running_loop()
     await super().startup(sockets)
     for server in self.servers:
       host, port = server.sockets[0].getsockname()[:2]
       host = f"[{host}]" if ":" in host else host
       print(f"serving at http://{host}:{port}", file=sys.stderr, flush=True)
 
-  def handle_exit(self, sig: int, frame: Any) -> None:
-    if self.app is not None:
-      self._loop.call_soon_threadsafe(self.app.service.drain)
-    super().handle_exit(sig, frame)
-
 
 def _serve(options: argparse.Namespace) -> int:
   limits = command_line.of_fields(app_lib.Limits, options)
-  trained.check_flags(options)
   key = _api_key(options)
   if not (key or options.without_api_key or _is_local(options.host)):
     config_lib.fail_argument(
@@ -92,24 +83,24 @@ def _serve_at(
     config_lib.fail_argument(
       "--max_logprobs", limits.max_logprobs, f"0 to {vocab_size}"
     )
-  length = options.length or config.data.sequence_length
+  length = limits.length or config.data.sequence_length
   if length < 2:
     config_lib.fail_argument("--length", length, "at least 2")
   engine = engine_lib.Engine(
     model,
-    slots=options.slots,
+    slots=limits.slots,
     length=length,
-    chunk=options.chunk,
+    chunk=limits.chunk,
     num_top=limits.max_logprobs,
   )
   del model
   print("compiling", file=sys.stderr, flush=True)
   count = engine.warm_up()
   print(f"compiled {count} programs", file=sys.stderr, flush=True)
-  server = _make_server(engine, config, limits, options)
+  server, service = _make_server(engine, config, limits, options)
   with _ignored_signals():
     server.run([listener])
-  failure = None if server.app is None else server.app.service.failure
+  failure = service.failure
   if failure is not None:
     # Such as a device without memory: another start may help.
     words = str(failure).splitlines() or [type(failure).__name__]
@@ -134,7 +125,7 @@ def _make_server(
   config: config_lib.RunConfig,
   limits: app_lib.Limits,
   options: argparse.Namespace,
-) -> _Server:
+) -> tuple[_Server, service_lib.Service]:
   def stop():
     server.should_exit = True
 
@@ -162,8 +153,7 @@ def _make_server(
       ws="none",
     )
   )
-  server.app = app
-  return server
+  return server, app.service
 
 
 @contextlib.contextmanager
@@ -198,7 +188,7 @@ def _is_local(host: str) -> bool:
 def _parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.inference.serve", __doc__)
   add = parser.add_argument
-  trained.add_flags(parser, length="0 for the length of training")
+  trained.add_flags(parser)
   add("--host", default="127.0.0.1", help="address to listen at")
   add("--port", type=int, default=8000, help="port to listen at; 0 for any")
   add("--name", help="model name shown to clients (default: the folder's name)")

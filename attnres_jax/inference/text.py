@@ -6,71 +6,49 @@ beginning of one is held back.
 """
 
 from collections.abc import Iterator, Sequence
-import dataclasses
 from typing import NamedTuple
 
 from attnres_jax import config as config_lib
-from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 
-# Every drawn token is compared with all stop strings.
-MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 
+def request(
+  text_format: text_format_lib.TextFormat,
+  start: str,
+  num_tokens: int,
+  settings: draw.Settings = draw.Settings(),
+  *,
+  past_end: bool = False,
+  parse_special: bool = False,
+  stream: int = 0,
+) -> engine_lib.Request:
+  """What an engine needs to continue a text.
 
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-  """A text to continue.
-
-  Attributes:
-    text: the start of a document.
+  Args:
+    text_format: of the network.
+    start: of a document.
     num_tokens: how many tokens to draw at most.
     settings: how to draw them.
-    stop: the text ends before any of these.
     past_end: continue after the end of a document.
     parse_special: whether special tokens written in the text are tokens.
     stream: see `engine.Request`.
+
+  Raises:
+    ConfigError: the text is no UTF-8.
   """
-
-  text: str
-  num_tokens: int
-  settings: draw.Settings = draw.Settings()
-  stop: tuple[str, ...] = ()
-  past_end: bool = False
-  parse_special: bool = False
-  stream: int = 0
-
-  def __post_init__(self):
-    fields.accept("--num_tokens", self.num_tokens, fields.Tokens)
-    for text in (self.text, *self.stop):
-      try:
-        text.encode()
-      except UnicodeEncodeError:
-        config_lib.fail_argument("prompt", text, "UTF-8 text")
-    if len(self.stop) > MAX_STOPS:
-      config_lib.fail_argument(
-        "stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS}"
-      )
-    for one in self.stop:
-      if not 1 <= len(one) <= MAX_STOP_CHARACTERS:
-        config_lib.fail_argument(
-          "stop",
-          f"{len(one)} characters",
-          f"strings of 1 to {MAX_STOP_CHARACTERS}",
-        )
-
-  def request(
-    self, text_format: text_format_lib.TextFormat
-  ) -> engine_lib.Request:
-    """The same in tokens."""
-    return engine_lib.Request(
-      text_format.prompt(self.text, self.parse_special),
-      self.num_tokens,
-      self.settings,
-      frozenset() if self.past_end else frozenset(text_format.end_ids),
-      self.stream,
-    )
+  try:
+    start.encode()
+  except UnicodeEncodeError:
+    config_lib.fail_argument("prompt", start, "UTF-8 text")
+  return engine_lib.Request(
+    text_format.prompt(start, parse_special),
+    num_tokens,
+    settings,
+    frozenset() if past_end else frozenset(text_format.end_ids),
+    stream,
+  )
 
 
 class Piece(NamedTuple):
@@ -94,19 +72,15 @@ class Piece(NamedTuple):
 def complete(
   engine: engine_lib.Engine,
   text_format: text_format_lib.TextFormat,
-  prompts: Sequence[Prompt],
-) -> Iterator[Piece]:
-  """Continues all prompts; yields a piece for every drawn token."""
-  requests = [(one.request(text_format), one.stop) for one in prompts]
-  yield from answer(engine, text_format, requests)
-
-
-def answer(
-  engine: engine_lib.Engine,
-  text_format: text_format_lib.TextFormat,
   requests: Sequence[tuple[engine_lib.Request, Sequence[str]]],
 ) -> Iterator[Piece]:
-  """The same for requests in tokens, each with the texts that end it."""
+  """Yields a piece for every drawn token.
+
+  Args:
+    engine: which nothing else uses meanwhile.
+    text_format: of its network.
+    requests: each with the texts that end it.
+  """
   texts, numbers = [], {}
   for i, (request, stop) in enumerate(requests):
     texts.append(Text(text_format, request.prompt, stop))

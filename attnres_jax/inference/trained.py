@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained network of a command, and the sizes of its engine."""
+"""The trained network of a command."""
 
 import argparse
 
@@ -9,40 +9,15 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import command_line
 from attnres_jax.common import files
-from attnres_jax.config import fields
 from attnres_jax.train import checkpoint
 
 
-def add_flags(parser: command_line.Parser, *, length: str) -> None:
-  """Adds the flags of a network and of its engine.
-
-  Args:
-    parser: of a command.
-    length: what --length=0 stands for.
-  """
-  add = parser.add_argument
-  add("--workdir", required=True, help="folder of a run")
-  add("--step", type=int, help="checkpoint to use; the newest by default")
-  add("--slots", type=int, default=8, help="texts at the same time")
-  add(
-    "--length", type=int, default=0,
-    help=f"most tokens of a text with its prompt; {length}",
-  )  # fmt: skip
-  add(
-    "--chunk", type=int, default=256,
-    help="tokens of a prompt that are computed at once",
-  )  # fmt: skip
-
-
-def check_flags(options: argparse.Namespace) -> None:
-  """Refuses sizes that no engine can have.
-
-  Raises:
-    ConfigError: names the flag.
-  """
-  for name in ("slots", "chunk"):
-    fields.accept(f"--{name}", getattr(options, name), fields.Size)
-  fields.accept("--length", options.length, fields.Count)
+def add_flags(parser: command_line.Parser) -> None:
+  """Adds the flags of `find`."""
+  parser.add_argument("--workdir", required=True, help="folder of a run")
+  parser.add_argument(
+    "--step", type=int, help="checkpoint to use; the newest by default"
+  )
 
 
 def find(options: argparse.Namespace) -> tuple[epath.Path, int]:

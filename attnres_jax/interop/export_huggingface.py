@@ -71,9 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     "python -m attnres_jax.interop.export_huggingface", __doc__
   )
   add = parser.add_argument
-  add("--workdir", required=True, help="folder of a run")
+  trained.add_flags(parser)
   add("--path", required=True, help="new folder")
-  add("--step", type=int, help="checkpoint to use; the newest by default")
   add(
     "--dtype", choices=tuple(tensor_files.DTYPES),
     help="dtype of weights; the import's, else F32",

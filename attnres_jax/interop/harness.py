@@ -152,7 +152,7 @@ class Network(model_lib.TemplateLM):
     # Prompts of similar lengths need few different caches.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i][0].prompt))
     answers, ordered = [""] * len(prompts), [prompts[i] for i in order]
-    for piece in text_lib.answer(engine, self._text_format, ordered):
+    for piece in text_lib.complete(engine, self._text_format, ordered):
       answers[order[piece.index]] += piece.text
     return answers
 

@@ -41,10 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns its exit status."""
   parser = command_line.Parser("python -m attnres_jax.interop.score", __doc__)
   add = parser.add_argument
-  add("--workdir", required=True, help="folder of a run")
+  trained.add_flags(parser)
   add("--tasks", required=True, help="names, separated by commas")
   add("--out", default="", help="new JSON file; WORKDIR/scores_STEP.json")
-  add("--step", type=int, help="checkpoint to use; the newest by default")
   add("--include_path", default="", help="folder with further tasks")
   add("--limit", type=int, default=0, help="examples of each task; 0 for all")
   add(

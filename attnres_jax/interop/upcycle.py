@@ -46,10 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns its exit status."""
   parser = command_line.Parser("python -m attnres_jax.interop.upcycle", __doc__)
   add = parser.add_argument
-  add("--workdir", required=True, help="folder of a run with PreNorm")
+  trained.add_flags(parser)
   add("--out", required=True, help="new folder")
   add("--residual", required=True, help="the scheme, such as block_attnres")
-  add("--step", type=int, help="checkpoint to use; the newest by default")
   add("--num_blocks", type=int, default=0, help="of schemes with blocks")
   add(
     "--block_size", type=int, default=0,

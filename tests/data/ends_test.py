@@ -6,8 +6,8 @@ import json
 import pytest
 
 from attnres_jax.data import prepare
-from attnres_jax.inference import sample
 from tests import tiny_run
+from tests.inference import texts
 
 _ANSWERS = {"r": "ed", "g": "reen", "b": "lue", "v": "iolet"}
 _SEPARATOR = 256
@@ -44,7 +44,7 @@ def _token_files(folder):
     pytest.param(_token_files, marks=pytest.mark.slow),
   ],
 )
-def test_samples_end(way, tmp_path, capsys):
+def test_samples_end(way, tmp_path):
   (tmp_path / "data").mkdir()
   run = tmp_path / "run"
   fields = way(tmp_path / "data") | {
@@ -52,15 +52,7 @@ def test_samples_end(way, tmp_path, capsys):
     "train.depth_every": 0, "train.eval_every": 0, "checkpoint.every_steps": 80,
   }  # fmt: skip
   tiny_run.train_here(run, fields)
-  prompts = tmp_path / "prompts.txt"
-  prompts.write_text("\n".join(_ANSWERS))
-  capsys.readouterr()
-  status = sample.main([
-    f"--workdir={run}", f"--prompts={prompts}", "--json", "--temperature=0",
-    "--num_tokens=40",
-  ])  # fmt: skip
-  assert status == 0
-  found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-  assert {one["prompt"]: one["text"] for one in found} == _ANSWERS
-  for one in found:
-    assert one["ids"][-1] == _SEPARATOR and one["finish"] != "length"
+  found = texts.drawn(run, list(_ANSWERS), 40)
+  for (ids, text, finish), answer in zip(found, _ANSWERS.values(), strict=True):
+    assert text == answer
+    assert ids[-1] == _SEPARATOR and finish != "length"

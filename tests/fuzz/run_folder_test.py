@@ -11,7 +11,6 @@ import pathlib
 import resource
 import shutil
 import time
-import types
 
 from hypothesis import strategies as st
 import jax
@@ -19,7 +18,6 @@ import numpy as np
 import pytest
 
 from attnres_jax.inference import sample
-from attnres_jax.inference import text
 from attnres_jax.sweep import cli
 from attnres_jax.train import checkpoint
 from tests import tiny_run
@@ -69,12 +67,7 @@ def runs(tmp_path_factory):
   root = tmp_path_factory.mktemp("runs")
   with pytest.MonkeyPatch.context() as patch, tiny_run.traced_once():
     # Of what is printed, only that it can be.
-    patch.setattr(
-      sample,
-      "_make_engine",
-      lambda *args, **kwargs: types.SimpleNamespace(length=0),
-    )
-    patch.setattr(text, "complete", lambda *args: iter(()))
+    patch.setattr(sample, "_continue", lambda *args: iter(()))
     fields = FIELDS | tiny_run.corpus(root)
     tiny_run.train_here(root / "finished", fields)
     shutil.copytree(root / "finished", root / "interrupted")
@@ -272,7 +265,11 @@ def test_no_number_makes_a_reader_large_or_slow(runs, tmp_path, sizes, every):
     for command, *arguments in (
       (cli.main, tiny_sweep.EXPERIMENT, ["status", f"--workdir={sweep}"]),
       (cli.main, tiny_sweep.EXPERIMENT, ["collect", f"--workdir={sweep}", out]),
-      *([(sample.main, [f"--workdir={run}"])] if in_run else []),
+      *(
+        [(sample.main, [f"--workdir={run}", "--num_tokens=1"])]
+        if in_run
+        else []
+      ),
       *(
         [(checkpoint.main, ["verify", f"--workdir={run}"])]
         if in_run and "checkpoints" in case

@@ -67,15 +67,6 @@ def test_a_false_start_is_released_at_once():
   assert _pieces("ababc", ["abx"]) == ["", "", "ab", "", "abc", ""]
 
 
-@pytest.mark.parametrize(
-  "bad,message",
-  [
-    (dict(text="\ud800"), "UTF-8 text"),
-    (dict(stop=("",)), "got '0 characters', expected strings of 1 to 1000"),
-    (dict(stop=("a" * 1001,)), "got '1001 characters'"),
-    (dict(stop=("a",) * 17), "got '17 strings', expected at most 16"),
-  ],
-)
-def test_bad_prompts(bad, message):
-  with pytest.raises(config_lib.ConfigError, match=message):
-    text.Prompt(**dict(text="a", num_tokens=1) | bad)
+def test_a_prompt_that_is_no_text():
+  with pytest.raises(config_lib.ConfigError, match="prompt: .* UTF-8 text"):
+    text.request(FORMAT, "\ud800", 1)

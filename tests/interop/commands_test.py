@@ -65,10 +65,9 @@ def test_activations_are_as_wide_as_the_files(source, tmp_path):
 
 
 def test_sampling(imported, capsys):
-  argv = [f"--workdir={imported}", "--prompt=def", "--num_tokens=3", "--json"]
+  argv = [f"--workdir={imported}", "--prompt=def", "--num_tokens=3"]
   assert sample.main(argv) == 0
-  line = json.loads(capsys.readouterr().out)
-  assert line["prompt"] == "def" and len(line["ids"]) == 3
+  assert capsys.readouterr().out.startswith("def")
 
 
 def test_training_goes_on_and_the_result_goes_out(imported, tmp_path, capsys):

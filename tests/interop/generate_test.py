@@ -11,9 +11,9 @@ import random
 
 import pytest
 
-from attnres_jax.inference import sample
 from attnres_jax.interop import import_huggingface
 from tests.data import text_format_test
+from tests.inference import texts
 
 NUM_TOKENS = 12
 
@@ -86,7 +86,7 @@ def _is_tie(model, tokenizer, prompt, ours, theirs):
   return bool(min(one, other) >= logits.max() - 1e-5 * logits.abs().max())
 
 
-def _check(tmp_path, kind, count, capsys):
+def _check(tmp_path, kind, count):
   source, folder = tmp_path / "source", tmp_path / "run"
   source.mkdir()
   model, tokenizer, ends = _checkpoint(source, kind)
@@ -94,34 +94,25 @@ def _check(tmp_path, kind, count, capsys):
   assert import_huggingface.main(flags) == 0
   rng = random.Random(1)
   prompts = [text_format_test._text(rng) for _ in range(count)]
-  file = tmp_path / "prompts.jsonl"
-  lines = [json.dumps(dict(prompt=prompt)) for prompt in prompts]
-  file.write_text("\n".join(lines))
-  capsys.readouterr()
-  flags = [f"--workdir={folder}", f"--prompts={file}", "--json"]
-  flags += ["--temperature=0", f"--num_tokens={NUM_TOKENS}"]
-  assert sample.main(flags) == 0
-  found = map(json.loads, capsys.readouterr().out.splitlines())
   reasons, ties = set(), 0
-  for line in found:
-    prompt = prompts[line["index"]]
+  found = texts.drawn(folder, prompts, NUM_TOKENS)
+  for prompt, ours in zip(prompts, found, strict=True):
     expected = _theirs(model, tokenizer, prompt, ends)
-    ours = line["ids"], line["text"], line["finish"]
     if ours != expected and _is_tie(model, tokenizer, prompt, ours, expected):
       ties += 1
       continue
     assert ours == expected
-    reasons.add(line["finish"])
+    reasons.add(ours[2])
   assert reasons == {"stop", "length"} and ties <= 1
 
 
 @pytest.mark.needs("transformers")
-def test_texts_are_those_of_generate(tmp_path, capsys):
-  _check(tmp_path, "byte_fallback", 25, capsys)
+def test_texts_are_those_of_generate(tmp_path):
+  _check(tmp_path, "byte_fallback", 25)
 
 
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize("kind", text_format_test.KINDS)
-def test_many_texts_are_those_of_generate(tmp_path, kind, capsys):
-  _check(tmp_path, kind, 400, capsys)
+def test_many_texts_are_those_of_generate(tmp_path, kind):
+  _check(tmp_path, kind, 400)

@@ -16,7 +16,6 @@ import pydantic
 from attnres_jax import config as config_lib
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
-from attnres_jax.inference import text as text_lib
 
 # Longer messages repeat what the client has sent.
 _MAX_CHARACTERS = 400
@@ -90,9 +89,8 @@ def _some(least: int, most: int | None = None) -> Any:
   return pydantic.Field(min_length=least, max_length=most, fail_fast=True)
 
 
-_Stop = Annotated[
-  str, pydantic.Field(min_length=1, max_length=text_lib.MAX_STOP_CHARACTERS)
-]
+# Every drawn token is compared with all stop strings.
+_Stop = Annotated[str, pydantic.Field(min_length=1, max_length=1000)]
 _Ids = Annotated[list[int], _some(1)]
 _Texts = Annotated[list[str], _some(1)]
 _Prompt = str | _Ids | _Texts | Annotated[list[_Ids], _some(1)]
@@ -153,7 +151,7 @@ class Completion(_Request):
     default_factory=lambda: random.getrandbits(32)
   )
   n: Annotated[int, _between(1, 128)] = 1
-  stop: _Stop | Annotated[list[_Stop], _some(0, text_lib.MAX_STOPS)] = []
+  stop: _Stop | Annotated[list[_Stop], _some(0, 16)] = []
   logprobs: Annotated[int, _between(0, 2**31 - 1)] | None = None
   stream: bool = False
   stream_options: StreamOptions | None = None
@@ -205,18 +203,15 @@ class Depth(_Request):
   prompt: _Prompt
 
 
-def prompts_of(
-  given: Any, vocab_size: int, most: int
-) -> Sequence[str | list[int]]:
+def prompts_of(given: Any, most: int) -> Sequence[str | list[int]]:
   """The prompts of a field: a text, ids, or a list of either.
 
   Args:
     given: the value of the field.
-    vocab_size: every id is smaller.
     most: most prompts.
 
   Raises:
-    ApiError: there are too many, or an id is not in the vocabulary.
+    ApiError: there are too many.
   """
   alone = isinstance(given, str) or isinstance(given[0], int)
   several = [given] if alone else given
@@ -226,11 +221,6 @@ def prompts_of(
       f"{len(several)} texts",
       f"at most {most}, by the slots and queue of this server",
     )
-  for one in several:
-    ids = [] if isinstance(one, str) else one
-    wrong = next((id for id in ids if not 0 <= id < vocab_size), None)
-    if wrong is not None:
-      raise refuse("prompt", wrong, f"ids below {vocab_size}")
   return several
 
 

@@ -38,9 +38,12 @@ _OPEN_PATHS = "/", "/health"
 
 @dataclasses.dataclass(frozen=True)
 class Limits(fields.Checked, root="--"):
-  """What requests may cost.
+  """The sizes of the engine, and what requests may cost.
 
   Attributes:
+    slots: texts at the same time.
+    length: most tokens of a text with its prompt; 0 for the length of training.
+    chunk: tokens of a prompt that are computed at once.
     queue: texts that may wait for a slot; more get HTTP 429.
     wait_seconds: longest wait for a slot; then HTTP 503.
     request_seconds: longest time for an answer; then HTTP 504.
@@ -52,6 +55,9 @@ class Limits(fields.Checked, root="--"):
     grace_seconds: for running answers to end after SIGTERM or SIGINT.
   """
 
+  slots: fields.Size = 8
+  length: fields.Count = 0
+  chunk: fields.Size = 256
   queue: fields.Threads = 64
   wait_seconds: fields.Positive = 60.0
   request_seconds: fields.Positive = 600.0
@@ -96,7 +102,6 @@ class App:
     """
     self._config, self._name, self._limits = config, name, limits
     self._length, self._num_top = engine.length, engine.num_top
-    self._vocab_size = engine.model.config.vocab_size
     self._format = text_format or text_format_lib.of_data(config.data)
     self._label = functools.lru_cache(2**20)(self._format.label)
     self._created = int(time.time())
@@ -179,7 +184,7 @@ class App:
     self, given: Any, most: int, parse_special: bool = False
   ) -> list[list[int]]:
     """The prompts of a field, encoded in a thread: long texts take long."""
-    several = api.prompts_of(given, self._vocab_size, most)
+    several = api.prompts_of(given, most)
 
     def encode() -> list[list[int]]:
       return [

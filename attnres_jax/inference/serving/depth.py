@@ -54,6 +54,10 @@ class DepthWeights:
       )
     if len(ids) > self._length:
       raise api.refuse("prompt", f"{len(ids)} tokens", f"1 to {self._length}")
+    wrong = [id for id in ids if not 0 <= id < self._model.config.vocab_size]
+    if wrong:
+      words = f"ids below {self._model.config.vocab_size}"
+      raise api.refuse("prompt", wrong[0], words)
     if self._num_waiting >= _MOST_WAITING:
       raise api.busy("too many requests wait", 429, "queue_full")
     self._num_waiting += 1

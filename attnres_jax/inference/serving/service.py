@@ -24,7 +24,7 @@ from attnres_jax.inference.serving import api
 
 
 class _Started(NamedTuple):
-  """The first request of a job has a slot."""
+  """A request of a job has a slot."""
 
 
 class Job:
@@ -39,7 +39,6 @@ class Job:
     self, requests: Sequence[engine_lib.Request], stop: Sequence[str]
   ):
     self.requests, self.stop = requests, stop
-    self.started = False
     self._events: asyncio.Queue[_Started | text.Piece | Exception] = (
       asyncio.Queue()
     )
@@ -57,7 +56,7 @@ class Job:
     """Yields the pieces of all texts, as they are drawn.
 
     Raises:
-      ApiError: no slot became free in time, or the server stops.
+      ApiError: no slot became free in time, or the engine has failed.
     """
     try:
       async with asyncio.timeout(wait_seconds):
@@ -69,7 +68,6 @@ class Job:
         "slot_timeout",
         seconds=max(round(wait_seconds), 1),
       ) from None
-    self.started = True
     unfinished = len(self.requests)
     while unfinished:
       event = await self._next()
@@ -130,7 +128,6 @@ class Service:
     # Of the event loop.
     self._jobs: set[Job] = set()
     self._num_open = 0
-    self._draining = False
     # Of the thread.
     self._inbox: queue.SimpleQueue[Callable[[], None] | None] = (
       queue.SimpleQueue()
@@ -149,38 +146,23 @@ class Service:
     self._inbox.put(None)
     self._thread.join()
 
-  def drain(self) -> None:
-    """Lets running texts end, and refuses all others."""
-    self._draining = True
-    for job in self._jobs:
-      if not job.started:
-        job.put(_stopping())
-
   def submit(
     self, requests: Sequence[engine_lib.Request], stop: Sequence[str]
   ) -> Job:
     """Accepts requests; the caller has to `leave` their job in any case.
 
     Raises:
-      ApiError: the server stops, or too many requests wait.
+      ApiError: the engine has failed, or too many requests wait.
       ConfigError: the engine would refuse one of them.
     """
     if self.failure is not None:
       raise _failed()
-    if self._draining:
-      raise _stopping()
     last = None
     for request in requests:
       # Choices share the ids of their prompt.
       if request.prompt is not last:
         self._engine.check(request)
       last = request.prompt
-    if len(requests) > self.most_of_one:
-      raise api.refuse(
-        "prompt",
-        f"{len(requests)} texts, with all choices",
-        f"at most {self.most_of_one}, by the slots and queue of this server",
-      )
     if self._num_open + len(requests) > self._most_texts:
       raise api.busy("too many requests wait", 429, "queue_full")
     job = Job(requests, stop)
@@ -260,10 +242,6 @@ class Service:
       self._engine.cancel(token.request)
       del self._running[token.request]
     one.job.put_from_thread(piece)
-
-
-def _stopping() -> api.ApiError:
-  return api.busy("the server stops", 503, "stopping")
 
 
 def _failed() -> api.ApiError:

@@ -144,31 +144,6 @@ def test_a_client_that_reads_nothing(start):
     local_server.until(server.is_idle)
 
 
-def test_a_stop_lets_texts_end_and_refuses_others(start):
-  server = start(seconds=0.01)
-  fields = dict(LONG, max_tokens=40)
-  connection, events = server.stream(**fields)
-  with contextlib.closing(connection), _busy(server, SLOTS - 1):
-    next(events)
-    waiting = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    with contextlib.closing(waiting):
-      waiting.request(
-        "POST",
-        "/v1/completions",
-        local_server.json.dumps(LONG),
-        {"Content-Type": "application/json"},
-      )
-      _waiting(server, 1)
-      server.loop.call_soon_threadsafe(server.app.service.drain)
-      response = waiting.getresponse()
-      assert response.status == 503
-      answer = local_server.json.loads(response.read())
-      assert answer["error"]["code"] == "stopping"
-    assert server.call("/v1/completions", LONG)[0] == 503
-    *_, last, done = events
-    assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"
-
-
 def test_a_failed_engine_answers_everybody(start):
   server = start(queue=1)
   with _busy(server, SLOTS - 1):

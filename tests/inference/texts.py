@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The most likely texts of the network in a folder, for many prompts."""
+
+from attnres_jax.data import text_format as text_format_lib
+from attnres_jax.inference import draw
+from attnres_jax.inference import engine as engine_lib
+from attnres_jax.inference import text
+from attnres_jax.train import checkpoint
+
+
+def drawn(workdir, prompts, num_tokens):
+  """Ids, text and reason for the end of each, in the order of the prompts."""
+  config, model = checkpoint.load_model(workdir)
+  text_format = text_format_lib.of_data(config.data, workdir)
+  settings = draw.Settings(temperature=0.0)
+  requests = [
+    (text.request(text_format, prompt, num_tokens, settings), ())
+    for prompt in prompts
+  ]
+  length = max(len(one.prompt) for one, _ in requests) + num_tokens
+  engine = engine_lib.Engine(model, length=length)
+  found = [([], [], None) for _ in prompts]
+  for piece in text.complete(engine, text_format, requests):
+    ids, texts, _ = found[piece.index]
+    found[piece.index] = (
+      [*ids, piece.token.id],
+      [*texts, piece.text],
+      (piece.finish),
+    )
+  return [(ids, "".join(texts), finish) for ids, texts, finish in found]
