@@ -8,7 +8,6 @@ validation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -25,7 +24,7 @@ _RECORDS_AT_ONCE = 256
 
 @dataclasses.dataclass
 class FileDocuments:
-  """The documents of files, each of which is looked at first.
+  """The documents of files.
 
   Attributes:
     config: source, text field and the fraction held out.
@@ -39,15 +38,10 @@ class FileDocuments:
 
   def __post_init__(self):
     self._format = FORMATS[self.config.source]
-    field = self.config.text_field
-    self._counts = [self._format.count(file, field) for file in self.files]
 
   def iterate(self, start: int = 0) -> Iterator[documents.Document]:
     """Yields the documents from number `start` on."""
-    for file, count in zip(self.files, self._counts):
-      if count is not None and count <= start:
-        start -= count
-        continue
+    for file in self.files:
       for where, value in self._format.read(file, self.config.text_field):
         if start:
           start -= 1
@@ -82,8 +76,7 @@ class FileDocuments:
     return text[:at] if self.part == documents.TRAIN else text[at:]
 
 
-def read_lines(file: paths.File) -> Iterator[tuple[str, Any]]:
-  """Yields the place and the JSON value of every line that is not empty."""
+def _read_jsonl(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
   with file.reading("a file of lines"), file.open() as opened:
     number = 0
     while line := opened.readline(_DOCUMENT_BYTES + 1):
@@ -92,10 +85,14 @@ def read_lines(file: paths.File) -> Iterator[tuple[str, Any]]:
         file.fail(f"a line of at most {_DOCUMENT_BYTES} bytes", f":{number}")
       if line.strip():
         try:
-          value = json.loads(line)
+          record = json.loads(line)
         except (ValueError, RecursionError) as error:
           file.fail(f"a line of JSON ({error})", f":{number}")
-        yield f":{number}", value
+        if not isinstance(record, dict) or field not in record:
+          names = ", ".join(record) if isinstance(record, dict) else "no object"
+          found = f"{file.path}:{number} has {names}"
+          _no_field(field, f"a field of every line ({found})")
+        yield f":{number}", record[field]
 
 
 def _to_utf8(file: paths.File, where: str, text: Any, field: str) -> bytes:
@@ -122,18 +119,7 @@ def _read_text(file: paths.File, field: str) -> Iterator[tuple[str, bytes]]:
   yield "", text
 
 
-def _read_jsonl(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
-  for where, record in read_lines(file):
-    if not isinstance(record, dict) or field not in record:
-      names = ", ".join(record) if isinstance(record, dict) else "no object"
-      _no_field(
-        field, f"a field of every line ({file.path}{where} has {names})"
-      )
-    yield where, record[field]
-
-
-@contextlib.contextmanager
-def _open_parquet(file: paths.File, field: str) -> Iterator[Any]:
+def _read_parquet(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
   pyarrow = paths.library("pyarrow", "data.source", "parquet")
   parquet = paths.library("pyarrow.parquet", "data.source", "parquet")
   with file.reading("a Parquet file"), file.path.open("rb") as content:
@@ -144,16 +130,6 @@ def _open_parquet(file: paths.File, field: str) -> Iterator[Any]:
     if columns[field] not in (pyarrow.string(), pyarrow.large_string()):
       found = f"{file.path} has {columns[field]}"
       _no_field(field, f"a column of strings ({found})")
-    yield opened
-
-
-def _count_parquet(file: paths.File, field: str) -> int:
-  with _open_parquet(file, field) as opened:
-    return opened.metadata.num_rows
-
-
-def _read_parquet(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
-  with _open_parquet(file, field) as opened:
     number = 0
     for batch in opened.iter_batches(_RECORDS_AT_ONCE, columns=[field]):
       for value in batch.column(0).to_pylist():
@@ -161,21 +137,14 @@ def _read_parquet(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
         number += 1
 
 
-def _open_records(file: paths.File) -> Any:
+def _read_records(file: paths.File, field: str) -> Iterator[tuple[str, bytes]]:
   import grain
 
-  return grain.sources.ArrayRecordDataSource([file.local()])
-
-
-def _count_records(file: paths.File, field: str) -> int:
   del field
-  with file.reading("an ArrayRecord file"), _open_records(file) as records:
-    return len(records)
-
-
-def _read_records(file: paths.File, field: str) -> Iterator[tuple[str, bytes]]:
-  del field
-  with file.reading("an ArrayRecord file"), _open_records(file) as records:
+  with (
+    file.reading("an ArrayRecord file"),
+    grain.sources.ArrayRecordDataSource([file.local()]) as records,
+  ):
     for first in range(0, len(records), _RECORDS_AT_ONCE):
       last = min(first + _RECORDS_AT_ONCE, len(records))
       numbers = range(first, last)
@@ -192,24 +161,21 @@ class _Format(NamedTuple):
 
   Attributes:
     suffixes: of the files in a folder; empty for all.
-    count: (file, text field) to the number of texts, or None if only reading
-      can tell.
     read: (file, text field) yields the place in the file and the text (str or
       bytes) of each.
     fields: whether a text is a field of a record.
   """
 
   suffixes: tuple[str, ...]
-  count: Callable[[paths.File, str], int | None]
   read: Callable[[paths.File, str], Iterator[tuple[str, Any]]]
   fields: bool = False
 
 
 FORMATS = {
   "arrayrecord": _Format(
-    (".array_record", ".arrayrecord"), _count_records, _read_records
+    (".array_record", ".arrayrecord"), _read_records
   ),
-  "jsonl": _Format((".jsonl",), lambda *_: None, _read_jsonl, True),
-  "parquet": _Format((".parquet",), _count_parquet, _read_parquet, True),
-  "text": _Format((), lambda *_: 1, _read_text),
+  "jsonl": _Format((".jsonl",), _read_jsonl, True),
+  "parquet": _Format((".parquet",), _read_parquet, True),
+  "text": _Format((), _read_text),
 }

@@ -19,7 +19,7 @@ request through all this.
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
@@ -274,17 +274,6 @@ class Engine:
         **self._static,
       )
     return len(kinds) + len(decoding)
-
-  def run(self, requests: Sequence[Request]) -> Iterator[Token]:
-    """Yields every token of the requests when it is drawn.
-
-    `Token.request` counts the requests from 0.
-    """
-    numbers = {self.submit(r): i for i, r in enumerate(requests)}
-    while self.busy:
-      for token in self.step():
-        if token.request in numbers:
-          yield token._replace(request=numbers[token.request])
 
   def step(self) -> list[Token]:
     """Admits requests, computes a chunk of prompts and a token of the others.

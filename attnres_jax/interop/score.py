@@ -7,8 +7,7 @@ r"""Scores a trained run on tasks of the lm-evaluation-harness.
 The results are written as JSON, and printed as a table. `--include_path` is a
 folder with tasks of your own, as YAML files; if it has all tasks, nothing is
 downloaded. Scores do not depend on `--batch_tokens`, `--slots` or the mesh,
-except by rounding. On several hosts, start it on each of them with
-`--distributed`.
+except by rounding. The network is sharded over the devices of this host.
 
 Texts open and end as the run's text format says (`data.text_format`): with the
 separator of documents, or as the tokenizer of an imported checkpoint does it.
@@ -20,8 +19,6 @@ import json
 import pathlib
 import sys
 import time
-
-import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
@@ -58,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--fsdp", type=int, default=-1, help="devices that share the weights")
   add("--data", type=int, default=1, help="copies of the weights")
   add("--tensor", type=int, default=1, help="devices that share each matrix")
-  command_line.add_cluster(parser)
   return command_line.run(_score, parser.parse_args(argv))
 
 
@@ -72,7 +68,6 @@ def _score(options: argparse.Namespace) -> None:
     files.check_folder("--include_path", options.include_path, writable=False)
   from attnres_jax.interop import harness  # An extra.
 
-  command_line.connect(options)
   workdir, step = trained.find(options)
   out = pathlib.Path(options.out or workdir / f"scores_{step}.json")
   if out.exists():
@@ -94,8 +89,6 @@ def _score(options: argparse.Namespace) -> None:
     num_fewshot=options.num_fewshot, log_samples=options.log_samples,
     confirm_run_unsafe_code=options.runs_code,
   )  # fmt: skip
-  if jax.process_index():
-    return
   results["run"] = dict(
     name=config.name, step=step, residual=config.model.residual.name
   )

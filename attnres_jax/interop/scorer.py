@@ -4,8 +4,6 @@
 A batch has B rows of T tokens. T is one of a few lengths, so that few programs
 are compiled. Texts that differ in their last token only, such as the choices of
 one question, share a row. The head is applied to a tile of tokens at a time.
-
-All processes have to call it with the same texts; each computes its rows.
 """
 
 from collections.abc import Sequence
@@ -70,8 +68,7 @@ class Scorer:
     fields.accept("--batch_tokens", self.batch_tokens, fields.Size)
     # (B, T, choices) of each program that was compiled.
     self.programs: set[tuple[int, int, int]] = set()
-    replicated = sharding.replicated(self.mesh)
-    self._score = jax.jit(self._scores, out_shardings=replicated)
+    self._score = jax.jit(self._scores)
 
   def __call__(
     self, model: models.Transformer, texts: Sequence[Text]
@@ -110,7 +107,10 @@ class Scorer:
         ends = [texts[number].ids[-1] for number in groups[inputs]]
         choice_BK[row, : len(ends)] = ends
       self.programs.add((rows, length, choice_BK.shape[1]))
-      arrays = map(self._on_mesh, (tokens_BT, target_BT, last_B, choice_BK))
+      arrays = jax.device_put(
+        (tokens_BT, target_BT, last_B, choice_BK),
+        sharding.batch_sharding(self.mesh),
+      )
       scores = jax.device_get(self._score(model, *arrays))
       logprob_BT, best_BT, last_BK = scores
       for row, inputs in enumerate(batch):
@@ -121,11 +121,6 @@ class Scorer:
           greedy = best_BT[row, end - count : end].tolist() == [*ids[-count:]]
           found[number] = Found(math.fsum(map(float, each)), greedy)
     return found
-
-  def _on_mesh(self, array: np.ndarray) -> jax.Array:
-    return jax.make_array_from_callback(
-      array.shape, sharding.batch_sharding(self.mesh), lambda at: array[at]
-    )
 
   def _scores(
     self,

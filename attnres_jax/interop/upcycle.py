@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   add(
     "--heads", type=int, default=0, help="softmaxes per read; 0: the scheme's"
   )
-  add("--streams", type=int, default=4, help="of schemes with several streams")
   add("--rank", type=int, default=0, help="of low-rank maps; 0: the scheme's")
   return command_line.run(_upcycle_run, parser.parse_args(argv))
 
@@ -173,7 +172,7 @@ def _upcycle_run(options: argparse.Namespace) -> None:
     fields.accept(f"--{name_of_size}", size, fields.Count)
   residual = config_lib.ResidualConfig(
     name=name, num_blocks=options.num_blocks, block_size=options.block_size,
-    streams=options.streams, rank=options.rank,
+    rank=options.rank,
     read=config_lib.DepthReadConfig(heads=options.heads),
   )  # fmt: skip
   config, model = checkpoint.load_model(workdir, step)

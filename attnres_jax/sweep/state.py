@@ -17,6 +17,7 @@ A worker that was killed leaves `running` and a heartbeat that has stopped;
 import dataclasses
 import json
 import time
+from typing import Annotated
 
 from etils import epath
 import jax
@@ -24,6 +25,7 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax.common import exits
 from attnres_jax.common import files
+from attnres_jax.config import fields
 from attnres_jax.sweep import damage
 from attnres_jax.train import account
 from attnres_jax.train import claims
@@ -31,7 +33,12 @@ from attnres_jax.train import claims
 PENDING, RUNNING, STOPPED = "pending", "running", "stopped"
 FAILED, REFUSED, DIVERGED = "failed", "refused", "diverged"
 DONE, DAMAGED = "done", "damaged"
-STATUSES = (PENDING, RUNNING, STOPPED, FAILED, REFUSED, DIVERGED, DONE)
+STATUSES = (
+  PENDING, RUNNING, STOPPED, FAILED, REFUSED, DIVERGED, DONE, DAMAGED,
+)  # fmt: skip
+_Status = Annotated[
+  str, fields.Accepted(lambda one: one in STATUSES, " or ".join(STATUSES))
+]
 # Workers without a name of a run take these; launchers refused ones, too, since
 # a person may have mended what was wrong.
 OPEN = (PENDING, RUNNING, STOPPED, FAILED)
@@ -48,7 +55,7 @@ FILE = "state.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
+class State(fields.Checked, root=""):
   """Of one run.
 
   Attributes:
@@ -66,7 +73,7 @@ class State:
     error: of the last attempt, one line.
   """
 
-  status: str = PENDING
+  status: _Status = PENDING
   attempts: int = 0
   host: str = ""
   pid: int = 0
@@ -91,7 +98,7 @@ def read(workdir: epath.PathLike) -> State:
   try:
     values = damage.read_object(path)
     with damage.of_file(path):
-      return _checked(values)
+      return State(**values)
   except FileNotFoundError:
     return State()
   except damage.DamagedError as error:
@@ -181,20 +188,3 @@ def begin(workdir: epath.PathLike) -> Attempt | None:
     raise
   claim.release()
   return None
-
-
-def _checked(values: dict[str, object]) -> State:
-  """A state, after its fields have been checked."""
-  state = State(**values)  # pyrefly: ignore[bad-argument-type]
-  for field in dataclasses.fields(State):
-    value, kind = getattr(state, field.name), type(field.default)
-    if kind is float and type(value) is int:
-      continue
-    if type(value) is not kind:
-      raise ValueError(f"{field.name}: got {value!r}, expected {kind.__name__}")
-  if state.status not in STATUSES:
-    expected = ", ".join(STATUSES)
-    raise ValueError(
-      f"status: got {state.status!r}, expected one of {expected}"
-    )
-  return state

@@ -12,6 +12,7 @@ from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import programs
 from tests import tiny_network
+from tests.inference import texts
 
 VOCAB, LENGTH, CHUNK, TOKENS = 16, 48, 16, 6
 GREEDY = draw.Settings(temperature=0.0)
@@ -72,7 +73,7 @@ def _run(engine, prompts, settings=GREEDY, **fields):
     engine_lib.Request(prompt, TOKENS, settings, **fields) for prompt in prompts
   ]
   found = [[] for _ in prompts]
-  for token in engine.run(requests):
+  for token in texts.run(engine, requests):
     found[token.request].append(token)
   return found
 
@@ -111,7 +112,7 @@ def test_a_request_does_not_depend_on_others(engine, prompts):
   requests = [engine_lib.Request(p, TOKENS, SETTINGS) for p in prompts[:3]]
   requests[1:1] = [engine_lib.Request(prompts[4], 3, GREEDY)]
   found = [[] for _ in requests]
-  for token in engine.run(requests):
+  for token in texts.run(engine, requests):
     found[token.request].append(token.id)
   assert [found[0], *found[2:]] == alone
   other = draw.Settings(temperature=1.2, seed=4)

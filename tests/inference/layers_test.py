@@ -9,13 +9,14 @@ from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import programs
 from tests import tiny_network
+from tests.inference import texts
 
 
 def _generate(engine, prompts):
   settings = draw.Settings(temperature=0.0)
   requests = [engine_lib.Request(prompt, 4, settings) for prompt in prompts]
   found = [[] for _ in prompts]
-  for token in engine.run(requests):
+  for token in texts.run(engine, requests):
     found[token.request].append((token.id, token.logprob))
   return found
 

@@ -15,6 +15,7 @@ from attnres_jax.inference import sample
 from attnres_jax.inference import text
 from attnres_jax.inference import trained
 from tests import tiny_network
+from tests.inference import texts
 
 TOKENIZER = data.make_tokenizer(config_lib.DataConfig())
 
@@ -46,7 +47,7 @@ def test_text_opens_a_document(model):
   request = engine_lib.Request(
     [TOKENIZER.separator_id, 97, 98], 4, draw.Settings(temperature=0.0)
   )
-  ids = [token.id for token in engine.run([request])]
+  ids = [token.id for token in texts.run(engine, [request])]
   assert found == TOKENIZER.decode(ids)
 
 

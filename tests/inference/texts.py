@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most likely texts of the network in a folder, for many prompts."""
+"""Tokens of an engine, and texts of the network in a folder."""
 
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import draw
@@ -8,8 +8,17 @@ from attnres_jax.inference import text
 from attnres_jax.train import checkpoint
 
 
+def run(engine, requests):
+  """Yields every token; `Token.request` counts the requests from 0."""
+  numbers = {engine.submit(one): i for i, one in enumerate(requests)}
+  while engine.busy:
+    for token in engine.step():
+      if token.request in numbers:
+        yield token._replace(request=numbers[token.request])
+
+
 def drawn(workdir, prompts, num_tokens):
-  """Ids, text and reason for the end of each, in the order of the prompts."""
+  """Ids, most likely text, and why it ended, in the order of the prompts."""
   config, model = checkpoint.load_model(workdir)
   text_format = text_format_lib.of_data(config.data, workdir)
   settings = draw.Settings(temperature=0.0)

@@ -5,8 +5,6 @@ import dataclasses
 import json
 import logging
 import os
-import socket
-import subprocess
 import sys
 import warnings
 
@@ -22,7 +20,6 @@ from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import score
 from attnres_jax.interop import scorer
-from tests import tiny_run
 from tests.interop import small_checkpoint
 
 LM_EVAL = pytest.mark.needs("lm_eval>=0.4.9")
@@ -225,49 +222,3 @@ def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch, capsys):
   monkeypatch.delattr(interop, "harness", raising=False)
   assert score.main([f"--workdir={tmp_path}", "--tasks=x"]) == 2
   assert 'pip install "attnres-jax[eval]"' in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@LM_EVAL
-def test_two_processes_give_the_scores_of_one(tmp_path):
-  tasks = write_tasks(tmp_path)
-  run = tmp_path / "run"
-  fields = tiny_run.corpus(tmp_path) | {
-    "train.steps": 5, "train.eval_every": 0, "train.depth_every": 0,
-    "mesh.data": 1,
-  }  # fmt: skip
-  tiny_run.train_here(run, fields)
-
-  def start(name, *more):
-    command = [
-      sys.executable, "-m", "attnres_jax.interop.score", f"--workdir={run}",
-      f"--tasks={','.join(TASKS)}", f"--include_path={tasks}",
-      f"--length={LENGTH}", f"--out={tmp_path / name}", *more,
-    ]  # fmt: skip
-    return subprocess.Popen(
-      command, cwd=tiny_run.ROOT, stderr=subprocess.PIPE, text=True,
-      env=tiny_run.environment() | {"HF_HOME": str(tmp_path)},
-    )  # fmt: skip
-
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
-  cluster = ("--distributed", f"--coordinator_address={address}")
-  cluster = (*cluster, "--num_processes=2")
-  processes = [start("one.json")] + [
-    start("two.json", *cluster, f"--process_id={i}") for i in range(2)
-  ]
-  for process in processes:
-    _, err = process.communicate(timeout=600)
-    assert process.returncode == 0, err[-3000:]
-  found = [
-    json.loads((tmp_path / name).read_text())
-    for name in ("one.json", "two.json")
-  ]
-  assert [one["environment"]["devices"] for one in found] == [1, 2]
-  from attnres_jax.interop import harness
-
-  one, two = map(harness.numbers, found)
-  assert one.keys() == two.keys()
-  for name, value in one.items():
-    np.testing.assert_allclose(two[name], value, rtol=1e-4)

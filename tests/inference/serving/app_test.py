@@ -12,6 +12,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
+from tests.inference import texts
 from tests.inference.serving import local_server
 
 CIRCLE, LENGTH = local_server.CIRCLE, local_server.LENGTH
@@ -28,7 +29,7 @@ def alone(model):
     settings = draw.Settings(**dict(temperature=0.0) | settings)
     ids = prompt if isinstance(prompt, list) else _ids(prompt)
     request = engine_lib.Request(ids, num_tokens, settings, stream=stream)
-    return [token.id for token in engine.run([request])]
+    return [token.id for token in texts.run(engine, [request])]
 
   return alone
 
