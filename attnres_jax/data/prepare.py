@@ -32,6 +32,7 @@ import tqdm
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import files as files_lib
+from attnres_jax.config import fields
 from attnres_jax.data import documents
 from attnres_jax.data import paths
 from attnres_jax.data import sources
@@ -324,14 +325,7 @@ def _whole_shards(folder: epath.Path, split: str) -> list[dict[str, Any]]:
     sidecar = folder / f"{name}.json"
     shards.append(files_lib.read_json(sidecar))
     for key in ("count", "documents", "bytes", "next_document"):
-      value = shards[-1].get(key)
-      if type(value) is not int or not 0 <= value <= token_files.MOST_BYTES:
-        config_lib.fail_argument(
-          "--output",
-          os.fspath(sidecar),
-          f'a sidecar with "{key}", an integer from 0 to'
-          f" {token_files.MOST_BYTES}",
-        )
+      fields.accept(f"{sidecar}: {key}", shards[-1].get(key), token_files.Bytes)
   return shards
 
 

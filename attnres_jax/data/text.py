@@ -172,9 +172,7 @@ class _Format(NamedTuple):
 
 
 FORMATS = {
-  "arrayrecord": _Format(
-    (".array_record", ".arrayrecord"), _read_records
-  ),
+  "arrayrecord": _Format((".array_record", ".arrayrecord"), _read_records),
   "jsonl": _Format((".jsonl",), _read_jsonl, True),
   "parquet": _Format((".parquet",), _read_parquet, True),
   "text": _Format((), _read_text),

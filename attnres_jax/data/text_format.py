@@ -34,6 +34,7 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
+from attnres_jax.config import fields
 from attnres_jax.data import tokenizer as tokenizer_lib
 
 # How decoders show bytes that are not, or not yet, a character.
@@ -283,10 +284,7 @@ class _Described:
       # transformers writes -1 for none.
       found = [id for id in found if id != -1]
       for id in found:
-        if type(id) is not int or not 0 <= id < 2**31:
-          config_lib.fail_argument(
-            f"{self._folder / file}: {key}", id, "an id, or a list of ids"
-          )
+        fields.accept(f"{self._folder / file}: {key}", id, fields.Count)
       # A network may have more tokens than its vocabulary file.
       return tuple(dict.fromkeys(found))
     return ()

@@ -27,13 +27,14 @@ import dataclasses
 import functools
 import hashlib
 import os
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 from etils import epath
 import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files as files_lib
+from attnres_jax.config import fields
 from attnres_jax.data import documents
 from attnres_jax.data import packing
 from attnres_jax.data import paths
@@ -55,8 +56,15 @@ _LLMC_FORMATS = {
 _FULL_SCAN_BYTES = 256 << 20
 _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 64
-# The largest numbers that files may state.
-MOST_BYTES, _MOST_IDS = 1 << 50, (1 << 31) - 1
+Bytes = Annotated[
+  int, fields.Accepted(lambda x: x >= 0, "a number of at least 0", 1 << 50)
+]
+"""The numbers that files may state."""
+_SIDECAR = {
+  "dtype": Literal["uint16", "uint32"], "count": Bytes, "header_bytes": Bytes,
+  "vocab_size": fields.Size, "separator_id": fields.Count, "tokenizer": dict,
+  "sha256": str,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,38 +202,26 @@ def read_header(file: paths.File) -> TokenFile:
 def _from_sidecar(
   file: paths.File, sidecar: paths.File, size: int
 ) -> TokenFile:
-  def bad(what: str) -> NoReturn:
-    sidecar.fail(f"a sidecar with {what}")
-
   try:
     values = files_lib.read_json(sidecar.path)
   except ValueError as error:
-    bad(f"a JSON object inside ({error})")
-  dtype = values.get("dtype")
-  if not isinstance(dtype, str) or dtype not in DTYPES:
-    bad('"dtype" one of ' + ", ".join(DTYPES))
-  largest = int(np.iinfo(DTYPES[dtype]).max)
-  if type(vocab_size := values.get("vocab_size")) is int:
-    largest = min(largest, vocab_size - 1)
-  found: dict[str, Any] = {"header_bytes": 0}
-  for name, least, most in (
-    ("count", 0, MOST_BYTES),
-    ("header_bytes", 0, MOST_BYTES),
-    ("vocab_size", 1, _MOST_IDS),
-    ("separator_id", 0, largest),
-  ):
-    value = values.get(name)
-    if value is not None:
-      if type(value) is not int or not least <= value <= most:
-        bad(f'"{name}" an integer from {least} to {most}')
-      found[name] = value
-  for name, kind in (("tokenizer", dict), ("sha256", str)):
-    found[name] = values.get(name)
-    if not isinstance(found[name], kind | None):
-      bad(f'"{name}" of type {kind.__name__}')
-  if "count" not in found:
-    found["count"] = (size - found["header_bytes"]) // DTYPES[dtype].itemsize
-  return TokenFile(file, dtype, **found)
+    sidecar.fail(f"a sidecar with a JSON object inside ({error})")
+  found = {
+    name: fields.accept(f"{sidecar.path}: {name}", values[name], kind)
+    for name, kind in _SIDECAR.items()
+    if values.get(name) is not None
+  }
+  if "dtype" not in found:
+    sidecar.fail('a sidecar with "dtype" one of ' + ", ".join(DTYPES))
+  dtype = DTYPES[found["dtype"]]
+  largest = int(np.iinfo(dtype).max)
+  if "vocab_size" in found:
+    largest = min(largest, found["vocab_size"] - 1)
+  if found.get("separator_id", 0) > largest:
+    sidecar.fail(f'a sidecar with a "separator_id" up to {largest}')
+  header_bytes = found.setdefault("header_bytes", 0)
+  found.setdefault("count", (size - header_bytes) // dtype.itemsize)
+  return TokenFile(file, **found)
 
 
 def _from_llmc_header(file: paths.File) -> TokenFile:
@@ -280,17 +276,14 @@ def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:
   path = folder / DATASET_FILE
   try:
     dataset = files_lib.read_json(path)
-    if not isinstance(dataset["complete"], bool):
-      raise ValueError('"complete" is no boolean')
-    dict.items(dataset["settings"])
+    for key, kind in (("complete", bool), ("settings", dict), ("splits", dict)):
+      fields.accept(key, dataset[key], kind)
     for split in documents.SPLITS if dataset["complete"] else ():
       written = dataset["splits"][split]
       for key in ("documents", "bytes", "tokens"):
-        if not 0 <= written[key] <= MOST_BYTES:
-          raise ValueError(f'"{key}" is not from 0 to {MOST_BYTES}')
+        fields.accept(key, written[key], Bytes)
       for file in written["files"]:
         files_lib.name_from_file(file, "files", DATASET_FILE)
-    dict.items(dataset["splits"])
   except (ValueError, TypeError, KeyError) as error:
     reason = f"{type(error).__name__}: {error}"
     config_lib.fail_argument(

@@ -5,10 +5,9 @@ r"""Exports a network as a Hugging Face checkpoint.
     --workdir=runs/tuned --path=DIR
 
 DIR gets safetensors (with an index if there are several), config.json, the
-tokenizer, a model card and SHA256SUMS (`sha256sum -c`). Networks with plain
-residuals (`prenorm`) that a family of `families` describes load in plain
-transformers. Others, and Full and Block AttnRes, load with the class in
-PyTorch that is written beside them.
+tokenizer and a model card. Networks with plain residuals (`prenorm`) that a
+family of `families` describes load in plain transformers. Others, and Full and
+Block AttnRes, load with the class in PyTorch that is written beside them.
 """
 
 import argparse
@@ -38,17 +37,9 @@ pipeline_tag: text-generation
 
 # {name}
 
-A network of the `{family}` family, exported by AttnRes-JAX (step {step}).
+A network of the `{family}` family with {parameters:,} parameters, exported by
+AttnRes-JAX (step {step}).
 {origin}
-| | |
-|---|---|
-| parameters | {parameters:,} |
-| width, layers | {width}, {layers} |
-| heads (of keys and values), head width | {heads} ({kv_heads}), {head_width} |
-| vocabulary | {vocabulary} |
-| stored as | {dtype} |
-| tokenizer | {tokenizer} |
-
 ```python
 {code}
 ```
@@ -105,14 +96,11 @@ def _export(options: argparse.Namespace) -> None:
   described = lengths | text_format.describe()
   template = _PIPELINE if "tokenizer_config.json" in also else _MODEL
   trusted = ", trust_remote_code=True" if families.FAMILIES[family].code else ""
-  origin, shape = facts.get("source"), model.config
+  origin = facts.get("source")
   card = _CARD.format(
-    name=config.name, family=family, step=step, dtype=dtype,
+    name=config.name, family=family, step=step,
     origin=f"It began with the weights of `{origin}`.\n" if facts else "",
     parameters=sum(a.size for a in trees.to_flat(model).values()),
-    width=shape.width, layers=shape.num_layers, heads=shape.num_heads,
-    kv_heads=shape.kv_heads, head_width=shape.head_size,
-    vocabulary=shape.vocab_size, tokenizer=config.data.tokenizer,
     code=template.format(loaded=f'"{path.name}"{trusted}'),
   )  # fmt: skip
   huggingface.export(

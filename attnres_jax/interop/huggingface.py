@@ -9,7 +9,6 @@ device's shard of every leaf from the files.
 
 from collections.abc import Collection, Mapping
 import dataclasses
-import hashlib
 import json
 import os
 import pathlib
@@ -32,7 +31,7 @@ from attnres_jax.interop import rules as rules_lib
 from attnres_jax.interop import tensor_files
 from attnres_jax.interop import weights_folder
 
-CONFIG, CHECKSUMS = "config.json", "SHA256SUMS"
+CONFIG = "config.json"
 # 5 GB is the custom.
 SHARD_BYTES = 5 * 10**9
 _README = "README.md"
@@ -299,7 +298,7 @@ def export(
   family: str = "",
   shard_bytes: int = SHARD_BYTES,
 ) -> None:
-  """Writes a network for transformers: weights, config.json, card, hashes.
+  """Writes a network for transformers: weights, config.json, card.
 
   Args:
     model: with the residual scheme `prenorm`.
@@ -348,17 +347,6 @@ def export(
   code = {chosen.code.name: chosen.code.read_bytes()} if chosen.code else {}
   for file, content in (code | dict(also or {})).items():
     files.write(folder / file, content)
-  files.write(folder / CHECKSUMS, _checksums(folder))
-
-
-def _checksums(folder: pathlib.Path) -> str:
-  """Lines of `sha256sum`, which checks them: safetensors files have none."""
-  lines = []
-  for path in sorted(folder.iterdir()):
-    with open(path, "rb") as file:
-      digest = hashlib.file_digest(file, "sha256").hexdigest()
-    lines.append(f"{digest}  {path.name}\n")
-  return "".join(lines)
 
 
 def _is_finite(leaf: jax.Array, dtype: np.dtype) -> bool:

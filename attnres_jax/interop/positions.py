@@ -84,8 +84,8 @@ def entry(field: str, *, latent: bool = False) -> config_table.Entry:
       return dict(rope_theta=theta, rope_scaling=None)
     scaling = {"rope_type": rope.scaling}
     scaling |= config_table.write(_SCALINGS[rope.scaling], config)
-    if rope.scaling == "yarn":
-      scaling |= _written_factors(rope, latent)
+    if rope.scaling == "yarn" and latent:
+      scaling |= _written_factors(rope)
     return dict(rope_theta=theta, rope_scaling=scaling)
 
   return config_table.Entry(read, write)
@@ -99,20 +99,14 @@ def _read_factor(
   Raises:
     ConfigError: a factor that our attention does not have.
   """
-  turning = below.take("mscale", fields.NotNegative, 0.0)
-  everything = below.take("mscale_all_dim", fields.NotNegative, 0.0)
-  both = turning and everything
-  usual = _temperature(factor, turning if both else 1.0)
-  if both:
-    usual /= _temperature(factor, everything)
-  turned = below.take("attention_factor", fields.Positive, usual)
   below.expect("truncate", True)
-  if latent and not math.isclose(turned, 1.0):
-    below.fail(
-      "mscale", turning, f"mscale_all_dim={everything} (or attention_factor=1):"
-      " other factors of the part with positions cannot be imported",
-    )  # fmt: skip
-  return _temperature(factor, everything) if latent else turned
+  scale = 1.0
+  if latent:
+    # Otherwise, the part with positions would have a factor of its own.
+    scale = below.take("mscale_all_dim", fields.Positive)
+    below.expect("mscale", scale)
+  below.expect("attention_factor", 1.0 if latent else _temperature(factor, 1.0))
+  return _temperature(factor, scale)
 
 
 def _temperature(factor: float, scale: float) -> float:
@@ -120,20 +114,11 @@ def _temperature(factor: float, scale: float) -> float:
   return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _written_factors(
-  rope: config_lib.RopeConfig, latent: bool
-) -> dict[str, float]:
+def _written_factors(rope: config_lib.RopeConfig) -> dict[str, float]:
+  """YaRN's factor in MLA; elsewhere it has only one value."""
   turned = math.sqrt(rope.logit_scale)
-  if not latent:
-    # What readers assume has no rounding of a square and its root.
-    usual = _temperature(rope.factor, 1.0)
-    if math.isclose(turned, usual, rel_tol=1e-12):
-      return {}
-    return dict(attention_factor=turned)
-  if rope.logit_scale == 1 or rope.factor <= 1:
-    return dict(attention_factor=1.0)
-  if turned < 1:
-    config_lib.fail("model.rope.logit_scale", rope.logit_scale, "1 or more")
+  if turned <= 1 or rope.factor <= 1:
+    config_lib.fail("model.rope.logit_scale", rope.logit_scale, "more than 1")
   scale = (turned - 1) / (0.1 * math.log(rope.factor))
   # Most likely a short number.
   short = round(scale, 9)

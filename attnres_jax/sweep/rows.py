@@ -8,13 +8,13 @@ results can be committed and read without the folder they come from.
 from collections.abc import Iterable, Mapping, Sequence
 import functools
 import itertools
-import math
 from typing import Any
 
 from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
+from attnres_jax.config import fields
 from attnres_jax.flops import parameters
 from attnres_jax.scaling import architecture
 from attnres_jax.scaling import compute as compute_lib
@@ -111,8 +111,7 @@ def check(workdir: epath.Path) -> tuple[dict[str, Any], str]:
     loss = summary["validation_loss"]
     if loss is None:
       raise ValueError("validation_loss is not finite: the run diverged")
-    if not 0 < loss < math.inf:
-      raise ValueError(f"validation_loss: got {loss!r}, expected it above 0")
+    fields.accept("validation_loss", loss, fields.Positive)
   return summary, fingerprint
 
 

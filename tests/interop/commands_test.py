@@ -4,7 +4,6 @@
 import json
 import pathlib
 import shutil
-import subprocess
 import warnings
 
 import jax
@@ -95,10 +94,6 @@ def test_training_goes_on_and_the_result_goes_out(imported, tmp_path, capsys):
     assert copied == (imported / name).read_bytes()
   card = (tmp_path / "out" / "README.md").read_text()
   assert "`llama` family" in card and "(step 2)" in card
-  check = ["sha256sum", "--check", "--quiet", "--strict", "SHA256SUMS"]
-  assert subprocess.run(check, cwd=tmp_path / "out").returncode == 0
-  (tmp_path / "out" / "README.md").write_text(card + "!")
-  assert subprocess.run(check, cwd=tmp_path / "out").returncode == 1
 
 
 def test_an_export_of_an_import_is_the_source(source, imported, tmp_path):

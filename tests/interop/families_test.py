@@ -149,6 +149,7 @@ def test_the_published_shapes_of_k3():
 
 
 # By published or small network: changes of keys, and words of the error.
+YARN = dict(rope_type="yarn", factor=40)
 _REFUSED = {
   "llama": [
     (dict(model_type="gpt2"), "config.json: model_type: got 'gpt2', expected"),
@@ -204,8 +205,12 @@ _REFUSED = {
     (dict(n_group=4, topk_group=5), "top_groups: got 5, expected at most"),
     (dict(n_group=64, topk_group=1), "top_groups: got 1, expected groups that"),
     (
-      dict(rope_scaling=dict(rope_type="yarn", factor=40, mscale=2.0)),
-      "rope_scaling: mscale: got 2.0, expected mscale_all_dim=0.0",
+      dict(rope_scaling=YARN | dict(mscale=2.0, mscale_all_dim=1.0)),
+      "rope_scaling: mscale: got 2.0, expected 1.0",
+    ),
+    (
+      dict(rope_scaling=YARN),
+      "rope_scaling: mscale_all_dim: got None, expected a value",
     ),
     (dict(q_lora_rank="1536"), "q_lora_rank: got '1536', expected a value of"),
     (dict(qk_rope_head_dim=63), "mla.shared_width: got 63, expected an even"),
