@@ -190,10 +190,9 @@ def rows(progress: Sequence[Progress]) -> list[Mapping[str, Any]]:
 def seconds_left(
   progress: Progress, others: Sequence[Progress]
 ) -> float | None:
-  """Estimate for one run, from its own steps or the most similar run's.
+  """Estimate for one run, by its own steps or those of `others`.
 
-  A run that has not started also needs the time that `others` spent outside
-  their steps (compiling, evaluating, saving). None if nothing has been
+  Compiling, evaluating and saving come on top. None if nothing has been
   measured.
   """
   if progress.status in (state_lib.DONE, state_lib.DAMAGED):
@@ -204,16 +203,9 @@ def seconds_left(
   measured = [one for one in others if one.step_seconds and one.step_work]
   if not measured:
     return None
-  twin = min(
-    measured,
-    key=lambda one: (
-      one.residual != progress.residual,
-      abs(math.log(one.step_work / progress.step_work)),
-    ),
-  )
-  assert twin.step_seconds is not None
-  per_work = twin.step_seconds / twin.step_work
-  return steps * progress.step_work * per_work + _overhead(measured)
+  seconds = sum(one.step_seconds or 0.0 for one in measured)
+  work = sum(one.step_work for one in measured)
+  return steps * progress.step_work * seconds / work
 
 
 def total_seconds_left(
@@ -301,16 +293,6 @@ def _step_work(config: config_lib.RunConfig) -> float:
   model, tokens = config.model, config.data.batch_size
   tokens *= config.data.sequence_length
   return float(tokens * model.num_layers * model.width**2)
-
-
-def _overhead(progress: Sequence[Progress]) -> float:
-  """Mean seconds that finished runs spent outside their steps."""
-  overhead = [
-    max(0.0, one.seconds - one.steps * one.step_seconds)
-    for one in progress
-    if one.status == state_lib.DONE and one.step_seconds
-  ]
-  return sum(overhead) / len(overhead) if overhead else 0.0
 
 
 def _number(value: float | None) -> str:

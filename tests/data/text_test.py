@@ -128,9 +128,9 @@ class TestTextSources:
     with pytest.raises(
       config_lib.ConfigError, match="text_field: got 'body'.*one of n, text"
     ):
-      _open("parquet", self.folder, text_field="body")
+      list(_open("parquet", self.folder, text_field="body").iterate())
     with pytest.raises(config_lib.ConfigError, match="column of strings"):
-      _open("parquet", self.folder, text_field="n")
+      list(_open("parquet", self.folder, text_field="n").iterate())
 
   @pytest.mark.parametrize("source", ["jsonl", "parquet"])
   def test_a_text_that_is_null_is_refused_in_every_format(self, source):
@@ -153,4 +153,4 @@ class TestTextSources:
     with pytest.MonkeyPatch.context() as patch:
       patch.setitem(__import__("sys").modules, "pyarrow", None)
       with pytest.raises(ImportError, match=r"attnres-jax\[data\]"):
-        _open("parquet", self.folder)
+        list(_open("parquet", self.folder).iterate())

@@ -15,27 +15,21 @@ def progress(name, status="pending", **values):
   return monitor.Progress(name=name, status=status, **(defaults | values))
 
 
-def test_time_left_is_measured_on_the_run_most_like_it():
-  small = progress(
-    "small", "done", step=100, step_seconds=0.1, seconds=10.0 + 5.0
+def test_time_left_is_measured():
+  small = progress("small", "done", step=100, step_seconds=0.1)
+  running = progress(
+    "running", "running", step=40, step_seconds=0.3, step_work=3e6
   )
   large = progress("large", step_work=4e6)
-  full = progress(
-    "full", "running", residual="full_attnres", step=40, step_seconds=0.3
-  )
-  other = progress("other", residual="full_attnres", step_work=2e6)
-  runs = [small, large, full, other]
+  runs = [small, running, large]
   assert monitor.seconds_left(small, runs) == 0.0
-  # Four times the FLOPs of `small`, and what it took beside its steps.
-  assert monitor.seconds_left(large, runs) == pytest.approx(100 * 0.4 + 5)
-  assert monitor.seconds_left(full, runs) == pytest.approx(60 * 0.3)
-  # The same scheme counts for more than the same size.
-  assert monitor.seconds_left(other, runs) == pytest.approx(100 * 0.6 + 5)
-  total = 45 + 18 + 65
-  assert monitor.total_seconds_left(runs, 1) == pytest.approx(total)
-  assert monitor.total_seconds_left(runs, 2) == pytest.approx(65)
+  assert monitor.seconds_left(running, runs) == pytest.approx(60 * 0.3)
+  # As much work as both others together.
+  assert monitor.seconds_left(large, runs) == pytest.approx(100 * 0.4)
+  assert monitor.total_seconds_left(runs, 1) == pytest.approx(18 + 40)
   # No run takes less than its own time, however many go on at once.
-  assert monitor.total_seconds_left(runs, 9) == pytest.approx(65)
+  assert monitor.total_seconds_left(runs, 2) == pytest.approx(40)
+  assert monitor.total_seconds_left(runs, 9) == pytest.approx(40)
 
 
 def test_nothing_measured_and_nothing_left():

@@ -27,7 +27,6 @@ from etils import epath
 
 from attnres_jax.common import exits
 from attnres_jax.common import files
-from attnres_jax.common import text_table
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
@@ -46,12 +45,12 @@ SETTINGS: Mapping[str, settings_lib.Setting] = {
 }  # fmt: skip
 
 INTERRUPTED = 130
-# Polling intervals: of the processes, of runs that others hold (on a disk and
-# in a bucket), and of reports on a terminal and in a log.
 _LOG_BYTES = 4096
+# Polling intervals: of the processes, of runs that others hold (on a disk and
+# in a bucket), and of reports.
 _TICK_SECONDS = 0.1
 _HELD_SECONDS, _HELD_REMOTE_SECONDS = 1.0, 15.0
-_TERMINAL_SECONDS, _LOG_SECONDS = 2.0, 60.0
+_REPORT_SECONDS = 60.0
 
 
 def launch(
@@ -84,7 +83,9 @@ class _Queue:
     self._options = options
     self._waiting = list(runs)
     self._restarts = {run.name: max_restarts for run in runs}
-    self._slots: list[_Process | None] = [None] * max_parallel
+    # The run of each slot, and its process.
+    self._slots: list[tuple[grid.Run, subprocess.Popen] | None]
+    self._slots = [None] * max_parallel
     self._failed: list[str] = []
     self._full = False
     self._next_fill = 0.0
@@ -101,11 +102,11 @@ class _Queue:
           self._fill()
         self._report.tick()
         time.sleep(_TICK_SECONDS)
-      self._report.close()
+      self._report.show()
     except BaseException:
       # No worker outlives its launcher; they save and stop.
       self.stop()
-      for process in filter(None, self._slots):
+      for _, process in filter(None, self._slots):
         process.wait()
       raise
     if self._full:
@@ -129,8 +130,8 @@ class _Queue:
     """Passes a signal on: the first stops workers, the second kills them."""
     self.signals += 1
     kind = signal.SIGTERM if self.signals == 1 else signal.SIGKILL
-    for process in filter(None, self._slots):
-      process.send(kind)
+    for _, process in filter(None, self._slots):
+      process.send_signal(kind)
 
   def _fill(self) -> None:
     if time.monotonic() < self._next_fill:
@@ -146,7 +147,7 @@ class _Queue:
           return
         slot = self._slots.index(None)
         cores = _cores(slot, len(self._slots))
-        self._slots[slot] = _Process(run, self._folder, cores)
+        self._slots[slot] = run, _start(run, self._folder, cores)
       except (OSError, ValueError) as error:
         self._full |= files.is_disk_full(error)
         self._fail(run, str(error))
@@ -157,14 +158,14 @@ class _Queue:
     self._next_fill = time.monotonic() + pause
 
   def _reap(self) -> None:
-    for slot, process in enumerate(self._slots):
-      if process is None or process.code is None:
+    for slot, taken in enumerate(self._slots):
+      if taken is None or (code := taken[1].poll()) is None:
         continue
       self._slots[slot] = None
       self._next_fill = 0.0
-      code, run = process.code, process.run
+      run, _ = taken
       if code == exits.Exit.DONE:
-        self._report.line(f"{run.name} done")
+        print(f"{run.name} done", flush=True)
       elif self.signals:
         continue
       elif code == exits.Exit.AGAIN and claims.is_held(self._folder / run.name):
@@ -188,7 +189,7 @@ class _Queue:
       return
     self._restarts[run.name] -= 1
     self._waiting.append(run)
-    self._report.line(f"{run.name} {state_lib.FAILED} {how}; trying again")
+    print(f"{run.name} {state_lib.FAILED} {how}; trying again", flush=True)
 
   def _is_full(self, run: grid.Run) -> bool:
     """Whether a worker ended because the disk of the sweep is full."""
@@ -207,42 +208,30 @@ class _Queue:
       return  # Reported once, at the end.
     self._failed.append(run.name)
     log = self._folder / run.name / folder_lib.LOG
-    self._report.line(f"{run.name} {status} {how}; see {log}")
+    print(f"{run.name} {status} {how}; see {log}", flush=True)
 
 
-class _Process:
+def _start(
+  run: grid.Run, folder: epath.Path, cores: Sequence[int] | None
+) -> subprocess.Popen:
   """A worker of one run."""
-
-  def __init__(
-    self, run: grid.Run, folder: epath.Path, cores: Sequence[int] | None
-  ):
-    self.run = run
-    output: Any = None
-    with contextlib.ExitStack() as stack:
-      if not files.is_remote(folder):
-        path = folder / run.name / folder_lib.LOG
-        output = stack.enter_context(open(path, "a", encoding="utf-8"))
-      self._process = subprocess.Popen(
-        _command(folder, run),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        # A Ctrl-C at the terminal reaches only the launcher, once.
-        start_new_session=True,
-      )
-    if cores is not None:
-      with contextlib.suppress(ProcessLookupError):
-        os.sched_setaffinity(self._process.pid, cores)
-
-  @property
-  def code(self) -> int | None:
-    return self._process.poll()
-
-  def wait(self) -> None:
-    self._process.wait()
-
-  def send(self, kind: signal.Signals) -> None:
-    self._process.send_signal(kind)
+  output: Any = None
+  with contextlib.ExitStack() as stack:
+    if not files.is_remote(folder):
+      path = folder / run.name / folder_lib.LOG
+      output = stack.enter_context(open(path, "a", encoding="utf-8"))
+    process = subprocess.Popen(
+      _command(folder, run),
+      stdin=subprocess.DEVNULL,
+      stdout=output,
+      stderr=output,
+      # A Ctrl-C at the terminal reaches only the launcher, once.
+      start_new_session=True,
+    )
+  if cores is not None:
+    with contextlib.suppress(ProcessLookupError):
+      os.sched_setaffinity(process.pid, cores)
+  return process
 
 
 @contextlib.contextmanager
@@ -259,7 +248,7 @@ def _signals_to(queue: _Queue) -> Iterator[None]:
 
 
 class _Report:
-  """One updating line on a terminal, one line per minute elsewhere."""
+  """A line of progress per minute."""
 
   def __init__(
     self, runs: Sequence[grid.Run], folder: epath.Path, max_parallel: int
@@ -267,28 +256,16 @@ class _Report:
     self._runs = runs
     self._folder = folder
     self._max_parallel = max_parallel
-    self._moves = sys.stdout.isatty()
-    self._seconds = _TERMINAL_SECONDS if self._moves else _LOG_SECONDS
     # Progress of finished runs, which are not read again.
     self._final: dict[str, monitor.Progress] = {}
-    self._next = time.monotonic() + self._seconds
-    self._width = 0
+    self._next = time.monotonic() + _REPORT_SECONDS
 
   def tick(self) -> None:
     if time.monotonic() >= self._next:
-      self._progress()
-      self._next = time.monotonic() + self._seconds
+      self.show()
+      self._next = time.monotonic() + _REPORT_SECONDS
 
-  def line(self, text: str) -> None:
-    self._erase()
-    print(text, flush=True)
-
-  def close(self) -> None:
-    self._progress()
-    if self._moves:
-      print()
-
-  def _progress(self) -> None:
+  def show(self) -> None:
     found = [self._of(run) for run in self._runs]
     text = monitor.summary(found, self._max_parallel)
     running = [one for one in found if one.status == state_lib.RUNNING]
@@ -296,11 +273,7 @@ class _Report:
       text += ": " + ", ".join(
         f"{one.name} {one.step}/{one.steps}" for one in running
       )
-    self._erase()
-    if self._moves:
-      text = text[: os.get_terminal_size().columns - 1]
-      self._width = len(text)
-    print(text, end="" if self._moves else "\n", flush=True)
+    print(text, flush=True)
 
   def _of(self, run: grid.Run) -> monitor.Progress:
     found = self._final.get(run.name) or monitor.of_run(
@@ -309,12 +282,6 @@ class _Report:
     if found.status == state_lib.DONE:
       self._final[run.name] = found
     return found
-
-  def _erase(self) -> None:
-    if self._width:
-      erased = "\r" + " " * self._width + "\r"
-      print(erased, end="", file=text_table.unfiltered(sys.stdout))
-      self._width = 0
 
 
 def _command(folder: epath.PathLike, run: grid.Run) -> list[str]:

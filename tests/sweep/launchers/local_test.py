@@ -250,26 +250,22 @@ def test_full_disk_is_one_error_and_ends_the_launch(sweep, capfd):
   assert not capfd.readouterr().err
 
 
-def test_full_disk_at_the_launcher(sweep):
+def test_full_disk_at_the_launcher(sweep, monkeypatch):
   found = sweep("ok", "ok")
   save(found)
   # Where the log should be opened there is something that is always full.
   log = found.folder / found.runs[0].name / folder_lib.LOG
   log.symlink_to("/dev/full")
-  original = local._Process
+  start = local._start
 
-  class Process(original):
-    def __init__(self, *args):
-      with open(log, "w") as file:
-        file.write("x")
-      super().__init__(*args)
+  def fail(*arguments):
+    with open(log, "w") as file:
+      file.write("x")
+    return start(*arguments)
 
-  local._Process = Process
-  try:
-    with pytest.raises(OSError, match=FULL):
-      found.launch()
-  finally:
-    local._Process = original
+  monkeypatch.setattr(local, "_start", fail)
+  with pytest.raises(OSError, match=FULL):
+    found.launch()
   assert found.acts == []
 
 
