@@ -8,17 +8,15 @@
       ...
 
 The state has a fixed number of slots, each for one request: its cache, its last
-token and its settings. A step of the engine admits waiting requests to free
-slots, computes one chunk of prompts that are not complete, and one token for
-all others. Shapes are static: chunks are padded to one of a few lengths
-(buckets), and caches are read up to one of a few lengths; each pair is compiled
-once. The state is donated, so caches exist once.
+token and its settings. A step of the engine computes one chunk of prompts that
+are not complete, and one token for all others. Shapes are static: chunks are
+padded to one of a few lengths (buckets), and caches are read up to one of a few
+lengths; each pair is compiled once. The state is donated, so caches exist once.
 
 What a request gets does not depend on the others. docs/inference.md follows a
 request through all this.
 """
 
-import collections
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -177,18 +175,17 @@ class Engine:
     if prepared.reads_products(prepared.platform_of(mesh)):
       self._model = jax.device_put(self._model, prepared.formats(self._model))
     self._numbers = itertools.count()
-    self._waiting: collections.deque[tuple[int, Request]] = collections.deque()
     self._live: dict[int, _Live] = {}  # By slot.
 
   @property
   def busy(self) -> bool:
-    """Whether a request waits or runs."""
-    return bool(self._waiting or self._live)
+    """Whether a request runs."""
+    return bool(self._live)
 
   @property
   def num_free(self) -> int:
-    """How many further requests would get a slot in the next step."""
-    return max(self.slots - len(self._live) - len(self._waiting), 0)
+    """How many further requests can be submitted."""
+    return self.slots - len(self._live)
 
   @property
   def model(self) -> models.Transformer:
@@ -196,14 +193,25 @@ class Engine:
     return self._model
 
   def submit(self, request: Request) -> int:
-    """Lets a request wait for a slot; returns its number.
+    """Gives a free slot to a request; returns its number.
 
     Raises:
       ConfigError: see `check`.
+      ValueError: no slot is free.
     """
     self.check(request)
+    if not self.num_free:
+      raise ValueError("no slot is free")
+    slot = next(slot for slot in range(self.slots) if slot not in self._live)
     number = next(self._numbers)
-    self._waiting.append((number, request))
+    self._live[slot] = _Live(number, request, slot)
+    (self._state,) = programs.start(
+      self._model,
+      self._state,
+      np.int32(slot),
+      _as_arrays(request),
+      mesh=self._mesh,
+    )
     return number
 
   def check(self, request: Request) -> None:
@@ -234,9 +242,6 @@ class Engine:
 
   def cancel(self, number: int) -> None:
     """Ends a request, which gets no more tokens. Others are ignored."""
-    self._waiting = collections.deque(
-      waiting for waiting in self._waiting if waiting[0] != number
-    )
     self._live = {
       slot: live for slot, live in self._live.items() if live.number != number
     }
@@ -244,7 +249,7 @@ class Engine:
   def warm_up(self) -> int:
     """Compiles every program, so that no request waits for the compiler.
 
-    Only while nothing waits or runs.
+    Only while nothing runs.
 
     Returns:
       The number of programs.
@@ -276,26 +281,12 @@ class Engine:
     return len(kinds) + len(decoding)
 
   def step(self) -> list[Token]:
-    """Admits requests, computes a chunk of prompts and a token of the others.
+    """Computes a chunk of prompts, and a token of all other requests.
 
     Returns:
       The tokens that were drawn, at most one for each request and part.
     """
-    self._admit()
     return [*self._prefill(), *self._generate()]
-
-  def _admit(self) -> None:
-    free = (slot for slot in range(self.slots) if slot not in self._live)
-    for slot, _ in zip(free, range(len(self._waiting))):
-      live = _Live(*self._waiting.popleft(), slot)
-      self._live[slot] = live
-      (self._state,) = programs.start(
-        self._model,
-        self._state,
-        np.int32(slot),
-        _as_arrays(live.request),
-        mesh=self._mesh,
-      )
 
   def _prefill(self) -> list[Token]:
     """A chunk of the prompts that are not complete."""

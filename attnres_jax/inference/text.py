@@ -5,6 +5,7 @@ A stop string may begin in one token and end in another. So text that may be the
 beginning of one is held back.
 """
 
+import collections
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -81,18 +82,21 @@ def complete(
     text_format: of its network.
     requests: each with the texts that end it.
   """
-  texts, numbers = [], {}
-  for i, (request, stop) in enumerate(requests):
-    texts.append(Text(text_format, request.prompt, stop))
-    numbers[engine.submit(request)] = i
-  while engine.busy:
+  waiting = collections.deque(enumerate(requests))
+  running: dict[int, tuple[int, Text]] = {}
+  while waiting or running:
+    while waiting and engine.num_free:
+      i, (request, stop) = waiting.popleft()
+      text = Text(text_format, request.prompt, stop)
+      running[engine.submit(request)] = i, text
     for token in engine.step():
-      if (i := numbers.get(token.request)) is None:
-        continue
-      piece = texts[i].take(token, i)
+      if token.request not in running:
+        continue  # A stop string has ended it, by a token of the same step.
+      i, text = running[token.request]
+      piece = text.take(token, i)
       if piece.finish:
         engine.cancel(token.request)
-        del numbers[token.request]
+        del running[token.request]
       yield piece
 
 

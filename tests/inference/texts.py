@@ -10,11 +10,13 @@ from attnres_jax.train import checkpoint
 
 def run(engine, requests):
   """Yields every token; `Token.request` counts the requests from 0."""
-  numbers = {engine.submit(one): i for i, one in enumerate(requests)}
-  while engine.busy:
+  waiting, numbers = list(enumerate(requests)), {}
+  while waiting or engine.busy:
+    while waiting and engine.num_free:
+      i, one = waiting.pop(0)
+      numbers[engine.submit(one)] = i
     for token in engine.step():
-      if token.request in numbers:
-        yield token._replace(request=numbers[token.request])
+      yield token._replace(request=numbers[token.request])
 
 
 def drawn(workdir, prompts, num_tokens):

@@ -236,7 +236,9 @@ class Service:
       one.job.put_from_thread(_Started())
 
   def _hand_over(self, token: engine_lib.Token) -> None:
-    one = self._running[token.request]
+    one = self._running.get(token.request)
+    if one is None:
+      return  # A stop string has ended it, by another token of the same step.
     piece = one.text.take(token, one.index)
     if piece.finish:
       self._engine.cancel(token.request)

@@ -162,6 +162,20 @@ def test_stops(server):
   local_server.until(server.is_idle)
 
 
+def test_a_stop_in_the_first_token(server):
+  """Another one is drawn in the same step of the engine."""
+  fields = dict(temperature=8.0, past_end=True)
+  seed, first = next(
+    (seed, text)
+    for seed in range(100)
+    for text in server.texts("a", seed=seed, max_tokens=1, **fields)
+    if text and text.isascii()
+  )
+  fields |= dict(seed=seed, max_tokens=9)
+  assert server.texts("a", stop=first, **fields) == [""]
+  assert server.texts("a", **fields)[0].startswith(first)
+
+
 def test_ends_of_documents(server, alone):
   """A drawn separator ends a text and does not belong to it."""
   fields = dict(temperature=8.0, seed=0, max_tokens=LENGTH - 8)
