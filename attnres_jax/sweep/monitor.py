@@ -190,7 +190,7 @@ def rows(progress: Sequence[Progress]) -> list[Mapping[str, Any]]:
 def seconds_left(
   progress: Progress, others: Sequence[Progress]
 ) -> float | None:
-  """Estimate for one run, by its own steps or those of `others`.
+  """Estimate for one run, by its own steps, or else the steps of `others`.
 
   Compiling, evaluating and saving come on top. None if nothing has been
   measured.
