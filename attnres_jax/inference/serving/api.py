@@ -203,27 +203,6 @@ class Depth(_Request):
   prompt: _Prompt
 
 
-def prompts_of(given: Any, most: int) -> Sequence[str | list[int]]:
-  """The prompts of a field: a text, ids, or a list of either.
-
-  Args:
-    given: the value of the field.
-    most: most prompts.
-
-  Raises:
-    ApiError: there are too many.
-  """
-  alone = isinstance(given, str) or isinstance(given[0], int)
-  several = [given] if alone else given
-  if len(several) > most:
-    raise refuse(
-      "prompt",
-      f"{len(several)} texts",
-      f"at most {most}, by the slots and queue of this server",
-    )
-  return several
-
-
 def of_config_error(error: config_lib.ConfigError) -> ApiError:
   """The error of a value that the engine refuses."""
   words = str(error).removeprefix("--")

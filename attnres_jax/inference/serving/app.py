@@ -184,7 +184,14 @@ class App:
     self, given: Any, most: int, parse_special: bool = False
   ) -> list[list[int]]:
     """The prompts of a field, encoded in a thread: long texts take long."""
-    several = api.prompts_of(given, most)
+    alone = isinstance(given, str) or isinstance(given[0], int)
+    several = [given] if alone else given
+    if len(several) > most:
+      raise api.refuse(
+        "prompt",
+        f"{len(several)} texts",
+        f"at most {most}, by the slots and queue of this server",
+      )
 
     def encode() -> list[list[int]]:
       return [
