@@ -20,9 +20,9 @@ from tests import tiny_run
 TOKENS = np.random.default_rng(0).integers(0, 16, (2, 9), dtype=np.int32)
 
 
-def _network(match="^sublayers/", rank=2):
-  lora = config_lib.LoraConfig(rank=rank, alpha=3.0, match=match)
-  return tiny_network.config(**tiny_network.KINDS, lora=lora)
+def _network(match="^sublayers/", **fields):
+  lora = config_lib.LoraConfig(rank=2, alpha=3.0, match=match)
+  return tiny_network.config(**tiny_network.KINDS | fields, lora=lora)
 
 
 def _drawn(model):
@@ -91,7 +91,7 @@ def test_a_pattern_without_a_matrix_lists_those_that_there_are():
 )
 def test_only_adapters_change_and_have_moments(optimizer):
   run = config_lib.RunConfig(
-    model=_network("core/(query|gate)$"),
+    model=_network("core/(query|gate)$", mixers=("attention",)),
     data=config_lib.DataConfig(sequence_length=8, batch_size=4),
     optim=config_lib.OptimConfig(
       name=optimizer, accumulate_steps=2, warmup_steps=0, peak_lr=0.01
