@@ -23,7 +23,8 @@ resume. Where the file has a plan of the same network under another residual
 scheme, it is compiled first: schemes compare best on one mesh, with the same
 microbatches. With --again, the plans in the file are compiled once more, except
 rows of this commit, jax and libtpu: the way to see what a change of the code or
-of the compiler does to their times.
+of the compiler does to their times. For one that no longer fits, another plan
+is searched.
 
 `mesh.tensor` stays as the config has it. Pipelines are not planned.
 
@@ -259,13 +260,14 @@ def _again(
   old: Mapping[str, str],
   options: argparse.Namespace,
 ) -> bool:
-  """Compiles the plan of a row once more; whether it fits."""
+  """Compiles the plan of a row once more; whether it or another one fits."""
   row = compiled(config, plans_lib.overrides_of(old), slice_name)
   before = f"before: {old['step_seconds']} s (commit {old['commit']})"
   print(f"\n{to_text([row])}\n{before}\n", flush=True)
-  if row["fits"]:
-    _save(config, slice_name, row, old["tries"], options)
-  return row["fits"]
+  if not row["fits"]:
+    return _plan_one(config, slice_name, options)
+  _save(config, slice_name, row, old["tries"], options)
+  return True
 
 
 def _save(
@@ -303,7 +305,7 @@ def _plan_one(
   text = to_text(rows) if rows else "no plan fits by arithmetic"
   print(f"\n{text}\n", flush=True)
   best = next((row for row in rows if row["fits"]), None)
-  if options.save and best:
+  if best and (options.save or options.again):
     _save(config, slice_name, best, len(rows), options)
   return best is not None
 

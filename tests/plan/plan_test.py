@@ -152,8 +152,11 @@ def test_a_compiled_plan(devices):
 
 
 def test_a_plan_is_compiled_again_as_it_is(devices, tmp_path, monkeypatch):
-  """Only if another commit, jax or libtpu has compiled it."""
-  file, tried = tmp_path / "plans.csv", []
+  """Only if another commit, jax or libtpu has compiled it.
+
+  If it no longer fits, another one takes its place.
+  """
+  file, tried, misfits = tmp_path / "plans.csv", [], []
 
   def compiled(config, overrides, slice_name, num_slices=1):
     tried.append(dict(overrides))
@@ -163,7 +166,8 @@ def test_a_plan_is_compiled_again_as_it_is(devices, tmp_path, monkeypatch):
        "model_flop_utilisation", "chip_hours", "compile_seconds"),
       float(len(tried)),
     )  # fmt: skip
-    return dict(overrides=overrides, fits=True, bound="memory") | numbers
+    fits = overrides not in misfits
+    return dict(overrides=overrides, fits=fits, bound="memory") | numbers
 
   monkeypatch.setattr(plan_lib, "compiled", compiled)
   args = ["--config=configs/lm.py:size=tiny", "--topology=v5e:2x2"]
@@ -181,6 +185,12 @@ def test_a_plan_is_compiled_again_as_it_is(devices, tmp_path, monkeypatch):
   assert tried[2] == tried[0] == plans.overrides_of(row)
   assert (row["commit"], row["tries"]) == ("second", "2")
   assert row["step_seconds"] == "3.000"
+  misfits.append(plans.overrides_of(row))
+  now["commit"] = "third"
+  assert plan_lib.main([*args, "--again", "--tries=1"]) == 0
+  (row,) = plans.rows(file)
+  assert plans.overrides_of(row) not in misfits
+  assert (row["commit"], row["step_seconds"]) == ("third", "6.000")
 
 
 @pytest.mark.slow
