@@ -100,7 +100,8 @@ class Claim:
     self.on_beat: Callable[[], None] | None = None
     self._workdir = workdir
     self._lock = lock
-    self._confirmed = time.time()
+    # When its heartbeat was stamped: the store may have taken long to keep it.
+    self._confirmed = holder.heartbeat
     self._over = threading.Event()
     self._thread = threading.Thread(
       target=self._beat, name="heartbeat", daemon=True
@@ -178,7 +179,7 @@ def acquire(workdir: epath.PathLike, *, patience_seconds: float = 0.0) -> Claim:
   if not files.is_remote(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
   if not _has_locks(workdir):
-    number = _take_lease(workdir, holder, patience_seconds)
+    number, holder = _take_lease(workdir, holder, patience_seconds)
     return Claim(workdir, holder, number)
   lock = _lock(workdir, fcntl.LOCK_EX, PATIENCE_SECONDS)
   if lock is None:
@@ -294,8 +295,8 @@ def _lock(
 
 def _take_lease(
   workdir: epath.Path, holder: Holder, patience_seconds: float
-) -> int:
-  """Creates the lease above all others; returns its number."""
+) -> tuple[int, Holder]:
+  """Creates the lease above all others; its number, and the holder in it."""
   deadline = time.monotonic() + patience_seconds
   number, other = first = _newest(workdir)
   while other is not None and other.is_alive():
@@ -316,7 +317,7 @@ def _take_lease(
   for old in numbers:
     if old < number:
       stores.remove(_lease(workdir, old))
-  return number
+  return number, holder
 
 
 def _leases(workdir: epath.Path) -> list[int]:

@@ -165,6 +165,23 @@ def test_whoever_waits_sees_whether_the_holder_lives(place, monkeypatch, alive):
   assert waited[0] == claims.HEARTBEAT_SECONDS
 
 
+def test_a_lease_counts_from_its_stamp(place, monkeypatch):
+  """Not from when a slow store had kept it."""
+  create = stores.create
+
+  def slowly(*args):
+    time.sleep(0.3)
+    return create(*args)
+
+  monkeypatch.setattr(stores, "create", slowly)
+  monkeypatch.setattr(claims, "LEASE_SECONDS", 0.5)
+  claim, asked = claims.acquire(place), []
+  monkeypatch.setattr(claim, "_confirm_now", lambda: asked.append(place))
+  claim.confirm()
+  assert asked
+  claim.release()
+
+
 @pytest.mark.parametrize("leaves", ["lease", "nothing"])
 def test_a_writer_stopped_for_longer_than_its_lease_writes_nothing(
   server, place, monkeypatch, leaves
