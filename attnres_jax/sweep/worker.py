@@ -215,12 +215,22 @@ def _choose(
   tries: Mapping[str, int],
   late: bool,
 ) -> int:
-  """The index of a run to train, _WAIT or _NONE_LEFT."""
+  """The index of a run to train, _WAIT or _NONE_LEFT.
+
+  A run that kills its process is counted in its state only. After some attempts
+  it makes way for the others, or a worker that is started again and again would
+  train nothing else.
+  """
   held = False
-  for index in sorted(range(len(names)), key=lambda i: tries[names[i]]):
+  states = [state_lib.read(epath.Path(folder) / name) for name in names]
+  order = sorted(
+    range(len(names)),
+    key=lambda i: (tries[names[i]], states[i].attempts // MAX_TRIES),
+  )
+  for index in order:
     name = names[index]
     workdir = epath.Path(folder) / name
-    status = state_lib.read(workdir).status
+    status = states[index].status
     if status not in state_lib.OPEN or tries[name] >= MAX_TRIES:
       continue
     with contextlib.suppress(config_lib.ConfigError):
