@@ -218,7 +218,7 @@ class Engine:
     """Refuses what `submit` would refuse; safe in any thread.
 
     Raises:
-      ConfigError: it is empty, or longer than `length`.
+      ConfigError: it is empty, longer than `length`, or see `check_ids`.
     """
     fields.accept("--num_tokens", request.num_tokens, fields.Tokens)
     size, room = len(request.prompt), self.length - request.num_tokens
@@ -235,10 +235,7 @@ class Engine:
         f"1 to {room}, since {request.num_tokens} are to be drawn and the"
         f" engine has room for {self.length}",
       )
-    vocab_size = self._model.config.vocab_size
-    wrong = [i for i in request.prompt if not 0 <= i < vocab_size]
-    if wrong:
-      config_lib.fail_argument("prompt", wrong[0], f"ids below {vocab_size}")
+    check_ids(request.prompt, self._model.config.vocab_size)
 
   def cancel(self, number: int) -> None:
     """Ends a request, which gets no more tokens. Others are ignored."""
@@ -378,6 +375,17 @@ class Engine:
     if not cached:
       return 0
     return _bucket(cached, _LEAST_CONTEXT, self.length, factor)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+  """Refuses ids that are not in the vocabulary.
+
+  Raises:
+    ConfigError: names the first of them.
+  """
+  wrong = [i for i in ids if not 0 <= i < vocab_size]
+  if wrong:
+    config_lib.fail_argument("prompt", wrong[0], f"ids below {vocab_size}")
 
 
 def _buckets(least: int, most: int, factor: int) -> list[int]:

@@ -265,7 +265,7 @@ def _again(
   before = f"before: {old['step_seconds']} s (commit {old['commit']})"
   print(f"\n{to_text([row])}\n{before}\n", flush=True)
   if not row["fits"]:
-    return _plan_one(config, slice_name, options)
+    return _plan_one(config, slice_name, options, [row["overrides"]])
   _save(config, slice_name, row, old["tries"], options)
   return True
 
@@ -288,21 +288,30 @@ def _save(
 
 
 def _plan_one(
-  config: config_lib.RunConfig, slice_name: str, options: argparse.Namespace
+  config: config_lib.RunConfig,
+  slice_name: str,
+  options: argparse.Namespace,
+  misfits: Sequence[Mapping[str, Any]] = (),
 ) -> bool:
-  """Compiles and prints the best plans; whether one of them fits."""
+  """Compiles and prints the best plans; whether one of them fits.
+
+  `misfits` are overrides that have been compiled and do not fit.
+  """
   devices = topology.devices(slice_name, options.num_slices)
-  rows = []
-  candidates = _candidates(config, devices, options.plans)
-  for i, overrides in enumerate(candidates, start=1):
+  rows, tried = [], list(misfits)
+  for overrides in _candidates(config, devices, options.plans):
+    if overrides in tried:
+      continue
+    tried.append(overrides)
     fields = ", ".join(f"{k}={v}" for k, v in overrides.items())
-    print(f"compiling {i}: {fields}", flush=True)
+    print(f"compiling {len(rows) + 1}: {fields}", flush=True)
     rows.append(compiled(config, overrides, slice_name, options.num_slices))
     fitting = sum(row["fits"] for row in rows)
-    if fitting == options.tries or i == _MISFITS + options.tries:
+    if fitting == options.tries or len(rows) == _MISFITS + options.tries:
       break
   rows.sort(key=lambda row: row.get("step_seconds") or math.inf)
-  text = to_text(rows) if rows else "no plan fits by arithmetic"
+  none = f"no {'other ' if misfits else ''}plan fits by arithmetic"
+  text = to_text(rows) if rows else none
   print(f"\n{text}\n", flush=True)
   best = next((row for row in rows if row["fits"]), None)
   if best and (options.save or options.again):
@@ -315,7 +324,7 @@ def _candidates(
   devices: Sequence[Any],
   path: str,
 ) -> Iterator[Mapping[str, Any]]:
-  """Overrides in the order in which they are compiled."""
+  """Overrides in the order in which they are compiled; one may come twice."""
   known = plans_lib.under_other_schemes(
     config, devices, residuals.RESIDUALS, path
   )
@@ -327,8 +336,7 @@ def _candidates(
     print(f"dropped {number}: {reason}")
   print(f"{len(candidates)} plans left", flush=True)
   for plan in _different(candidates):
-    if plan.overrides != known:
-      yield plan.overrides
+    yield plan.overrides
 
 
 def _facts(row: Mapping[str, Any]) -> dict[str, str]:

@@ -14,6 +14,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.analysis.depth_weights import weights_at
+from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference.serving import api
 
 # Requests that may wait for the thread.
@@ -44,6 +45,7 @@ class DepthWeights:
     Raises:
       ApiError: the scheme has no depth weights, the text is too long, or too
         many requests wait.
+      ConfigError: an id is not in the vocabulary.
     """
     if self._labels is None:
       raise api.ApiError(
@@ -54,10 +56,7 @@ class DepthWeights:
       )
     if len(ids) > self._length:
       raise api.refuse("prompt", f"{len(ids)} tokens", f"1 to {self._length}")
-    wrong = [id for id in ids if not 0 <= id < self._model.config.vocab_size]
-    if wrong:
-      words = f"ids below {self._model.config.vocab_size}"
-      raise api.refuse("prompt", wrong[0], words)
+    engine_lib.check_ids(ids, self._model.config.vocab_size)
     if self._num_waiting >= _MOST_WAITING:
       raise api.busy("too many requests wait", 429, "queue_full")
     self._num_waiting += 1
