@@ -8,8 +8,7 @@ The first command copies the rows of a finished sweep (its folder, or a file of
 rows) to experiments/scaling_law/results.csv; --to selects another file, such as
 --to=learning_rates, and --add keeps the rows of other runs that are there.
 `PUBLISHED` in the run.py of the experiment says how the rows are used. A test
-keeps documents and rows consistent. With --config and fields as for its launch,
-the rows that --adopt reads have to be runs of that sweep.
+keeps documents and rows consistent.
 """
 # The room exceeds its budget of 4,850 lines by four more questions: what each
 # of all schemes costs and learns (residual_zoo), what depth attention gains
@@ -27,7 +26,6 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import csv_rows
 from attnres_jax.common import files
-from attnres_jax.scaling import grid
 from attnres_jax.sweep import monitor
 from experiments.pages import readme
 
@@ -36,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   parser = command_line.Parser("python -m experiments.publish", __doc__)
   add = parser.add_argument
-  parser.add_config()
   add("experiment", help="name of its folder, such as scaling_law")
   add("--adopt", metavar="PATH", help="folder of a sweep, or a CSV file")
   add(
@@ -87,30 +84,16 @@ def publish(published: readme.Published) -> None:
 
 def _main(options: argparse.Namespace) -> None:
   published = load(options.experiment)
-  if options.config and not options.adopt:
-    config_lib.fail_argument("--config", str(options.config), "--adopt with it")
   if options.adopt:
     places = {place.rows: place for place in published.places}
     config_lib.choose("--to", options.to, places)
     path = published.folder / f"{options.to}.csv"
     adopted = _adopted(options.adopt)
-    if options.config:
-      _check_runs(adopted, options.config)
     names = {row["run"] for row in adopted}
     known = published.read(options.to) if options.add else []
     kept = [row for row in known if row["run"] not in names]
     csv_rows.write(path, [*kept, *adopted])
   publish(published)
-
-
-def _check_runs(rows: readme.Rows, source: config_lib.Source) -> None:
-  """Whether all rows are runs of a sweep, whose names have their hashes."""
-  known = {run.name for run in grid.load(source.spec, source.fields)}
-  other = [row["run"] for row in rows if row["run"] not in known]
-  if other:
-    raise config_lib.ConfigError(
-      f"--adopt: got a row of {other[0]}, expected only runs of {source}"
-    )
 
 
 def _adopted(path: str) -> readme.Rows:

@@ -44,7 +44,7 @@ def interval(estimate, digits=3):
 # %%
 def fit_again(counting):
   runs = {scheme: paper.runs(scheme, counting) for scheme in schemes}
-  fits = fit.fit_schemes(runs, np.random.default_rng(0), over=("sizes",))
+  fits = fit.fit_schemes(runs, np.random.default_rng(0))
   largest = max(own.compute.max() for own in runs.values())
   figure, (left, right) = plt.subplots(
     1, 2, figsize=(10.5, 4.2), sharey=True, layout="constrained"

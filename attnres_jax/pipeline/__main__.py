@@ -48,6 +48,7 @@ def draw(argv: Sequence[str] | None = None) -> str:
     options.virtual_stages,
     layout_lib.split_sublayers(options.sublayers, chunks),
     options.block_size or None,
+    options.stream,
   )
   schedule = schedule_lib.make_schedule(layout, options.microbatches)
   return "\n".join(PARTS[name](schedule, options) for name in options.show)
@@ -66,6 +67,7 @@ def _take_config(options: argparse.Namespace) -> None:
     block_size=scheme.block_size or 0,
     rule=pipeline.rule,
   )
+  options.stream = scheme.stream
   for name, value in found.items():
     if name in options.given:
       given = getattr(options, name)
@@ -107,6 +109,7 @@ PARTS: dict[str, Callable[[schedule_lib.Schedule, argparse.Namespace], str]] = {
 def _parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.pipeline", __doc__)
   parser.add_config()
+  parser.set_defaults(stream=False)  # A config says otherwise.
   count = dict(type=int, metavar="N")
   parser.add_argument("--stage", default=4, help="ranks, P", **count)
   parser.add_argument(

@@ -220,21 +220,15 @@ class Layout:
       rule: one of `RULES`.
       embedding: whether to count b_0, which the paper's closed forms leave out.
     """
-    return sum(self._sent(rule, embedding))
+    return sum(
+      embedding or block > 0
+      for transition in self.transitions(rule)
+      for block in transition.blocks
+    )
 
   def total_partials(self) -> int:
     """Partial sums sent per microbatch, the same under every rule."""
     return sum(t.partial for t in self.transitions("naive"))
-
-  def peak_vectors(self, rule: str, *, embedding: bool = True) -> int:
-    """The most block vectors that one boundary carries per microbatch."""
-    return max(self._sent(rule, embedding), default=0)
-
-  def _sent(self, rule: str, embedding: bool) -> list[int]:
-    return [
-      sum(embedding or block > 0 for block in transition.blocks)
-      for transition in self.transitions(rule)
-    ]
 
 
 def split_sublayers(num_sublayers: int, num_chunks: int) -> tuple[int, ...]:

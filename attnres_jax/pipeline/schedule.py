@@ -50,14 +50,12 @@ class Schedule:
   """When every unit runs. Within a tick, a rank runs forward, then backward.
 
   Attributes:
-    order: its name.
     layout: chunks, ranks and blocks.
     num_microbatches: M.
     forward_ticks: int32 [C, M].
     backward_ticks: int32 [C, M].
   """
 
-  order: str
   layout: Layout
   num_microbatches: int
   forward_ticks: np.ndarray
@@ -116,10 +114,10 @@ class Schedule:
       self.layout, events, self.num_microbatches, kind, rule=rule
     )
 
-  def start_times(
+  def bubble(
     self, forward_time: float = 1.0, backward_time: float = 1.0
-  ) -> dict[memory.Event, float]:
-    """When each unit starts, in lockstep.
+  ) -> float:
+    """Idle time of a rank over its work time.
 
     All ranks start each tick together, and a tick takes as long as its slowest
     rank, as in one program with a collective in every tick.
@@ -130,34 +128,8 @@ class Schedule:
     """
     forward_TP = forward_time * (self.forward[:, :, 0] >= 0)
     backward_TP = backward_time * (self.backward[:, :, 0] >= 0)
-    length_T = (forward_TP + backward_TP).max(axis=1)
-    start_T = np.cumsum(length_T) - length_T
-    starts = {}
-    for (chunk, microbatch), tick in np.ndenumerate(self.forward_ticks):
-      starts[memory.Event(False, chunk, microbatch)] = float(start_T[tick])
-    for (chunk, microbatch), tick in np.ndenumerate(self.backward_ticks):
-      wait = forward_TP[tick, self.layout.rank(chunk)]
-      event = memory.Event(True, chunk, microbatch)
-      starts[event] = float(start_T[tick] + wait)
-    return starts
-
-  def total_time(
-    self, forward_time: float = 1.0, backward_time: float = 1.0
-  ) -> float:
-    """When the last unit ends; arguments as in `start_times`."""
-    starts = self.start_times(forward_time, backward_time)
-    # The backward of the first chunk is last.
-    return backward_time + max(
-      start for event, start in starts.items() if event.backward
-    )
-
-  def bubble(
-    self, forward_time: float = 1.0, backward_time: float = 1.0
-  ) -> float:
-    """Idle time of a rank over its work time, as in `start_times`."""
-    units = self.num_microbatches * self.layout.num_virtual_stages
-    work = units * (forward_time + backward_time)
-    return self.total_time(forward_time, backward_time) / work - 1
+    busy_TP = forward_TP + backward_TP
+    return float(busy_TP.max(axis=1).sum() / busy_TP.mean(axis=1).sum()) - 1
 
   def _slots(self, ticks: np.ndarray) -> np.ndarray:
     slots = np.full((self.num_ticks, self.layout.num_ranks, 2), -1, np.int32)
@@ -193,4 +165,4 @@ def make_schedule(layout: Layout, num_microbatches: int) -> Schedule:
   # c = v P + r, so v P + r is c, and (V - 1 - v) P + P - 1 - r is C - 1 - c.
   forward_CM = start_M + chunk_C1
   backward_CM = start_M + 2 * (chunks - 1) - chunk_C1
-  return Schedule("fused", layout, num_microbatches, forward_CM, backward_CM)
+  return Schedule(layout, num_microbatches, forward_CM, backward_CM)

@@ -118,16 +118,6 @@ class Program:
     known = self.computations[computation]
     return instruction_lib.product_flops(instruction, known)
 
-  def inner_flops(self, instruction: Instruction) -> float:
-    """The same, for an instruction and everything fused into it."""
-    if instruction.op in _CONTROL:
-      return 0.0
-    return self.product_flops(instruction) + sum(
-      self.inner_flops(inner)
-      for _, called in instruction.called()
-      for inner in self.computations[called].values()
-    )
-
   def hbm_bytes(self, start: str = "") -> float:
     """Bytes of HBM that all instructions read and write; see `flops`."""
     return sum(count * nbytes for count, _, nbytes in self.instructions(start))

@@ -10,7 +10,6 @@ all ranks. `report` adds the transfers.
 """
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -136,8 +135,14 @@ def unit_flops(
     tokens: of a microbatch on one device.
   """
   model = config.model
-  plain = dataclasses.replace(model, remat="none")
-  each, depth = _forward_flops(plain, config.data.sequence_length)
+  length = config.data.sequence_length
+  of_kinds = operations.flops_of_kinds(model, length)
+  each = {
+    kind: of_all / model.sublayer_kinds.count(kind)
+    for kind, of_all in of_kinds.items()
+  }
+  per_token = operations.flops_per_token(model, length)
+  depth = per_token.residual / model.num_sublayers
   starts = (0, *layout.ends)
   forward_C = np.asarray([
     sum(each[kind] + depth for kind in model.sublayer_kinds[start:stop])
@@ -145,21 +150,6 @@ def unit_flops(
   ])  # fmt: skip
   again = model.remat not in least.KEEP_PRODUCTS
   return Units(tokens * forward_C, tokens * (3 + again) * forward_C)
-
-
-@functools.cache
-def _forward_flops(
-  model: config_lib.ModelConfig, sequence_length: int
-) -> tuple[dict[str, float], float]:
-  """Per token: of a sublayer of each kind, and of a depth read."""
-  each = {
-    kind: of_all / model.sublayer_kinds.count(kind)
-    for kind, of_all in operations.flops_of_kinds(
-      model, sequence_length
-    ).items()
-  }
-  per_token = operations.flops_per_token(model, sequence_length)
-  return each, per_token.residual / model.num_sublayers
 
 
 def _units(program: hlo.Program, num_chunks: int) -> dict[tuple[str, int], str]:

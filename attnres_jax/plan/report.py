@@ -47,21 +47,6 @@ _GIB = 2**30
 _NUM_LARGEST = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-  """A program to compile.
-
-  Attributes:
-    trace: `train_state.Program` -> the traced program.
-    trains: whether it has optimiser state and a backward pass.
-    note: what a reader has to know about it.
-  """
-
-  trace: Callable[..., Any]
-  trains: bool
-  note: str = ""
-
-
 def _trace_train(program):
   return program.train_step.trace(program.abstract_state, program.batch_shapes)
 
@@ -76,13 +61,10 @@ def _trace_decode(program):
   )
 
 
-STEPS = {
-  "train": Step(_trace_train, trains=True),
-  "decode": Step(
-    _trace_decode,
-    trains=False,
-    note="one more token for each row, whose cache is full",
-  ),
+# What a program traces: `train_state.Program` -> the traced program.
+STEPS: Mapping[str, Callable[..., Any]] = {
+  "train": _trace_train,
+  "decode": _trace_decode,
 }
 
 
@@ -106,14 +88,14 @@ def make_report(
   Raises:
     ConfigError: the config does not fit the mesh, or has no vocabulary size.
   """
-  choice = config_lib.choose("step", step, STEPS)
+  trace = config_lib.choose("step", step, STEPS)
   chip = topology.chip(devices[0])
   mesh = sharding.make_mesh(config.mesh, devices)
   program = train_state.make_program(config, mesh)
-  report = _of_shapes(config, choice, program, chip)
+  report = _of_shapes(config, step, program, chip)
   start = time.perf_counter()
-  traced = choice.trace(program)
-  if not choice.trains:
+  traced = trace(program)
+  if step != "train":
     kept = prepared.abstract_prepared(program.abstract_state.model, mesh)
     report["parameter_bytes"] = sharding.bytes_per_device(kept)
   lowered = traced.lower()
@@ -134,7 +116,7 @@ def make_report(
     report["unread"] = str(error).strip().splitlines()[0]
     report["largest"] = _largest_traced(traced.jaxpr)
     return report
-  return report | _times(report, text, program, choice)
+  return report | _times(report, text, program)
 
 
 def make_schedule_report(
@@ -158,10 +140,10 @@ def make_schedule_report(
   chip = topology.chip(devices[0])
   mesh = sharding.make_mesh(config.mesh, devices)
   program = train_state.make_program(config, mesh)
-  report = _of_shapes(config, STEPS["train"], program, chip)
+  report = _of_shapes(config, "train", program, chip)
   found = schedule.compile_step(config, slice_name, num_slices)
   if found.reason:
-    largest = _largest_traced(STEPS["train"].trace(program).jaxpr)
+    largest = _largest_traced(_trace_train(program).jaxpr)
     return report | dict(fits=False, reason=found.reason, largest=largest)
   report |= dict(
     fits=found.peak_bytes <= chip.hbm_bytes,
@@ -169,12 +151,12 @@ def make_schedule_report(
     headroom_bytes=chip.hbm_bytes - found.peak_bytes,
     compile_seconds=found.seconds,
   )
-  return report | _times(report, found.text, program, STEPS["train"])
+  return report | _times(report, found.text, program)
 
 
 def _of_shapes(
   config: config_lib.RunConfig,
-  choice: Step,
+  step: str,
   program: train_state.Program,
   chip: chips.Chip,
 ) -> dict[str, Any]:
@@ -182,7 +164,7 @@ def _of_shapes(
   mesh, state = program.mesh, program.abstract_state
   report: dict[str, Any] = dict(
     name=config.name,
-    step=next(name for name, one in STEPS.items() if one is choice),
+    step=step,
     residual=config.model.residual.name,
     device_kind=mesh.devices.flat[0].device_kind,
     devices=mesh.size,
@@ -193,23 +175,21 @@ def _of_shapes(
     remat=config.model.remat,
     parameter_bytes=sharding.bytes_per_device(state.model),
     hbm_bytes=chip.hbm_bytes,
-    analytic_flops=_analytic_flops(config, choice) / mesh.size,
+    analytic_flops=_analytic_flops(config, step) / mesh.size,
   )
-  if choice.trains:
+  if step == "train":
     report["optimiser_bytes"] = sharding.bytes_per_device(state.opt_state)
     report |= program.network.kept_bytes(state.model)
   return report
 
 
 def _times(
-  report: Mapping[str, Any],
-  text: str,
-  step: train_state.Program,
-  choice: Step,
+  report: Mapping[str, Any], text: str, step: train_state.Program
 ) -> dict[str, Any]:
   """What a program computes, moves and sends, and what binds it."""
   chip = topology.chip(step.mesh.devices.flat[0])
-  needs = least.of_parts(step) if choice.trains else {}
+  trains = report["step"] == "train"
+  needs = least.of_parts(step) if trains else {}
   program = hlo.Program(text)
   found = _work(program, chip, step.mesh, needs)
   analytic = report["analytic_flops"]
@@ -226,7 +206,7 @@ def _times(
     found["compute_seconds"], published, found["link_seconds"]
   )
   fused = step.config.pipeline.schedule == "fused"
-  if choice.trains and isinstance(step.network, spmd.Pipeline) and fused:
+  if trains and isinstance(step.network, spmd.Pipeline) and fused:
     found["lockstep"] = dataclasses.asdict(
       lockstep.of_program(
         program, step.config, step.network.schedule, chip, step.mesh.size
@@ -249,16 +229,16 @@ def to_text(report: Mapping[str, Any]) -> str:
   """The report as text."""
   mesh = " x ".join(f"{n} {axis}" for axis, n in report["mesh"].items())
   rows = f"{report['batch_size']} rows of {report['sequence_length']} tokens"
-  if STEPS[report["step"]].trains:
+  if report["step"] == "train":
     rows += (
       f" in {report['microbatches']} microbatches, remat {report['remat']}"
     )
-  note = STEPS[report["step"]].note
+  else:
+    rows += ", one more token for each row, whose cache is full"
   lines = [
     f"{report['name']} ({report['residual']}), {report['step']} step on"
     f" {report['devices']} {report['device_kind']} devices: {mesh}",
     rows,
-    *([note] if note else []),
     "",
     text_table.table(("memory per device", "GiB"), _memory_rows(report)),
   ]
@@ -436,10 +416,10 @@ def _oom(reason: str) -> str:
   return "\n".join([first, *listing])
 
 
-def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:
+def _analytic_flops(config: config_lib.RunConfig, step: str) -> float:
   rows, length = config.data.batch_size, config.data.sequence_length
   per_token = flops.flops_per_token(config.model, length)
-  if step.trains:
+  if step == "train":
     return per_token.train * rows * length
   # The last token attends to twice as many as an average one.
   return (per_token.forward + per_token.attention) * rows

@@ -15,7 +15,6 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 
-LEVELS = ("sizes", "seeds")
 # Computes that a law needs.
 _DISTINCT = 2
 
@@ -132,7 +131,6 @@ def fit_schemes(
   rng: np.random.Generator,
   *,
   num_samples: int = 1000,
-  over: Sequence[str] = LEVELS,
 ) -> dict[str, Fit]:
   """Fits every scheme, with bootstrap draws that all schemes share.
 
@@ -144,14 +142,7 @@ def fit_schemes(
     runs: of each scheme.
     rng: source of the draws.
     num_samples: draws.
-    over: what is resampled: "sizes", "seeds" or both. With one seed per size,
-      only sizes can be resampled; seeds alone ignore that the law is not exact.
   """
-  for level in over:
-    if level not in LEVELS:
-      config_lib.fail_argument(
-        "over", tuple(over), "some of " + ", ".join(LEVELS)
-      )
   laws = {
     name: fit_power_law(own.compute, own.loss) for name, own in runs.items()
   }
@@ -162,7 +153,7 @@ def fit_schemes(
     for name, own in runs.items()
   }
   while any(len(drawn) < num_samples for drawn in samples.values()):
-    labels = _draw(seeds, rng, over)
+    labels = _draw(seeds, rng)
     chosen = {
       name: [own[label] for label in labels if label in own]
       for name, own in rows.items()
@@ -249,19 +240,11 @@ def _seeds_of_sizes(runs) -> dict:
   return seeds
 
 
-def _draw(
-  seeds: Mapping, rng: np.random.Generator, over: Sequence[str]
-) -> list[tuple]:
-  sizes = list(seeds)
-  picks = range(len(sizes))
-  if "sizes" in over:
-    picks = rng.integers(len(sizes), size=len(sizes))
-  labels = []
-  for pick in picks:
+def _draw(seeds: Mapping, rng: np.random.Generator) -> list[tuple]:
+  sizes, labels = list(seeds), []
+  for pick in rng.integers(len(sizes), size=len(sizes)):
     own = seeds[sizes[pick]]
-    chosen = range(len(own))
-    if "seeds" in over:
-      chosen = rng.integers(len(own), size=len(own))
+    chosen = rng.integers(len(own), size=len(own))
     labels += [(sizes[pick], own[i]) for i in chosen]
   return labels
 

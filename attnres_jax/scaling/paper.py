@@ -5,22 +5,15 @@ Everything is printed in the paper, in the table, figure or section that is
 named with it, unless it is marked as derived: computed from printed values and
 checked against others.
 
-  python -m attnres_jax.scaling.paper
-
-prints Table 1 and the traffic of this package's own programs.
-
 Losses are validation losses. Schemes have their names in
 `attnres_jax.models.residuals`; `mhc_lite` is the paper's column "mHC(-lite)".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
-from attnres_jax.common import text_table
-from attnres_jax.flops import traffic
-from attnres_jax.models import residuals
 from attnres_jax.scaling import architecture
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
@@ -99,7 +92,6 @@ TABLE_2 = (
 )  # fmt: skip
 
 
-# Fig. 4 and section 5.1, with three decimals.
 # Table 4, losses of the row of Table 2 with 16 transformer blocks, by names of
 # our own. Block AttnRes has blocks of four sublayers.
 TABLE_4 = {
@@ -116,6 +108,7 @@ TABLE_4 = {
   "block_heads": 1.752,
   "block_no_key_norm": 1.750,
 }
+# Fig. 4 and section 5.1, with three decimals.
 PUBLISHED_LAWS = {
   "prenorm": fit_lib.PowerLaw(1.891, 0.057),
   "block_attnres": fit_lib.PowerLaw(1.870, 0.058),
@@ -140,47 +133,16 @@ def runs(scheme: str, counting: str) -> fit_lib.Runs:
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class IoRow:
-  """Memory traffic of one scheme per token and sublayer, a row of Table 1.
-
-  Attributes:
-    scheme: its name.
-    widths: multiple of d that is read and written, from (L, N, S, m).
-    scalars: additional scalars.
-    typical_widths: the printed multiple of d at L=128, N=8, S=16, m=4.
-  """
-
-  scheme: str
-  widths: Callable[[int, int, int, int], float]
-  scalars: Callable[[int, int, int, int], float]
-  typical_widths: float
-
-
-TYPICAL_IO = (128, 8, 16, 4)
-TABLE_1 = (
-  IoRow("prenorm", lambda l, n, s, m: 3, lambda l, n, s, m: 0, 3),
-  IoRow(
-    "mhc",
-    lambda l, n, s, m: 8 * m + 2,
-    lambda l, n, s, m: 2 * m**2 + 4 * m,
-    34,
-  ),
-  IoRow(
-    "full_attnres",
-    lambda l, n, s, m: (n - 1) + (s - 1) + 2,
-    lambda l, n, s, m: 0,
-    24,
-  ),
+# Table 1: the multiple of d that a token reads and writes per sublayer, from
+# (L, N, S, m).
+TABLE_1: Mapping[str, Callable[[int, int, int, int], float]] = {
+  "prenorm": lambda l, n, s, m: 3,
+  "mhc": lambda l, n, s, m: 8 * m + 2,
+  "full_attnres": lambda l, n, s, m: (n - 1) + (s - 1) + 2,
   # Phase 2 is printed as reading (N/S) d; the total needs the 3 d of section
   # 4.2.
-  IoRow(
-    "block_attnres",
-    lambda l, n, s, m: n / s + 3 + 2,
-    lambda l, n, s, m: 0,
-    5.5,
-  ),
-)
+  "block_attnres": lambda l, n, s, m: n / s + 3 + 2,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,26 +208,3 @@ FIG_7_OPTIMA = {
 }
 # The smallest and largest gain of AttnRes over the 25 cells (Fig. 7).
 FIG_7_GAINS = (0.019, 0.063)
-
-
-def main() -> None:
-  """Prints Table 1 and the traffic of this package's own programs."""
-  _, num_blocks, size, _ = TYPICAL_IO
-  rows = []
-  for row in TABLE_1:
-    moved = "-"
-    if row.scheme in residuals.RESIDUALS:
-      residual = config_lib.ResidualConfig(
-        name=row.scheme, block_size=size, schedule_size=size
-      )
-      model = config_lib.ModelConfig(
-        num_layers=num_blocks * size // 2, residual=residual
-      )
-      moved = f"{traffic.of_scheme(model).total:.4g} d"
-    rows.append((row.scheme, f"{row.typical_widths:g} d", moved))
-  header = "per token and sublayer", "Table 1", "programs of this package"
-  print(text_table.table(header, rows))
-
-
-if __name__ == "__main__":
-  main()

@@ -116,7 +116,7 @@ def load(name: str) -> Network:
   """
   if ".py" in name:
     return _of(name)
-  return config_lib.choose("--network", name, NETWORKS)()
+  return config_lib.choose("--networks", name, NETWORKS)()
 
 
 def with_arm(network: Network, arm: str) -> config_lib.ModelConfig:

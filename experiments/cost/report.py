@@ -33,8 +33,6 @@ _WORDS = {
   "stream_dtype=bfloat16": "streams in bfloat16",
   "value_query=True": "a query of its own for each mixer's values",
 }
-# What a training step with Block may take, as multiples of PreNorm's.
-_AIMS = {"ms": ("ms", 1.03), "GB": ("GB", 1.05), "peak_GiB": ("GiB", 1.05)}
 _SHOWN = ("GB", "ms", "peak_GiB")
 
 
@@ -109,29 +107,6 @@ def compiled(rows: Sequence[Row], programs: Sequence[str]) -> str:
     header[6:6] = ["least GB"]
     header.append("depth reads")
   return readme_lib.with_origin(readme_lib.table(header, lines), shown)
-
-
-def aims(rows: Sequence[Row]) -> str:
-  """Training steps with Block and with PreNorm, against the aims."""
-  found = {key(row): row for row in _compiled(rows, "step")}
-  lines, used = [], []
-  for row in found.values():
-    base = found.get(key({**row, "arm": "prenorm"}))
-    if row["arm"] != "block_attnres" or not row["ms"] or base is None:
-      continue
-    used += [base, row]
-    for i, (column, (unit, allowed)) in enumerate(_AIMS.items()):
-      least, value = float(base[column]), float(row[column])
-      missed = value - allowed * least
-      lines.append([
-        "" if i else f"{describe(row['network'])}, {row['place']}",
-        unit, f"{least:.2f}",
-        f"{value:.2f} ({value / least:.3f})",
-        f"{allowed * least:.2f} ({allowed})",
-        f"{missed:.2f}" if missed > 0 else "met",
-      ])  # fmt: skip
-  header = ("model, chip", "", "PreNorm", "Block", "aim", "missed by")
-  return readme_lib.with_origin(readme_lib.table(header, lines), used)
 
 
 def latency(rows: Sequence[Row]) -> str:
@@ -245,14 +220,10 @@ PLACES = [
   *(readme_lib.Place(make, name) for name, make in _TABLES.items()),
   readme_lib.Place(sentence, "cost", document=f"{_ROOT}/README.md"),
   readme_lib.Place(latency, "latency", document=f"{_ROOT}/docs/inference.md"),
-  *(
-    readme_lib.Place(
-      make, name, document=f"{_ROOT}/kernels/benchmarks/results/README.md"
-    )
-    for name, make in (
-      ("identity", functools.partial(compiled, programs=("identity",))),
-      ("training", aims),
-    )
+  readme_lib.Place(
+    functools.partial(compiled, programs=("identity",)),
+    "identity",
+    document=f"{_ROOT}/kernels/benchmarks/results/README.md",
   ),
 ]
 

@@ -6,7 +6,7 @@ a task that has begun says so until the task ends; if the process dies or hangs
 meanwhile, the next one turns that row into the reason and goes to later tasks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 import functools
 import json
 import pathlib
@@ -42,7 +42,7 @@ FIELDS = (
 )  # fmt: skip
 # A file of rows belongs to one of each.
 SAME = ("hardware", "commit", "jax", "form")
-PARTS = ("rates", "checks", "steps", "training", "operators", "gpu")
+PARTS = ("rates", "checks", "steps", "training", "operators")
 # Device kind -> its name in the compiled tables, and its cores there.
 CHIPS = {
   "TPU v4": ("v4", 2),
@@ -155,16 +155,14 @@ def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
       for way in problems.PASSES:
         case = f"{name} {way} {shape}"
         add("operators", case, time_operator, name, way, shape, used, short)
-  if platform == "gpu" or short:
-    add("gpu", "the benchmark on GPUs", _gpu, platform, short)
   return found
 
 
 def _rates() -> Iterator[Row]:
   chip = chips.chip_of(jax.devices()[0].device_kind) or chips.Chip(0.0)
   for name, rate, peak, unit, scale in (
-    ("memory, read plus written", timing.copy_rate, chip.hbm_bytes_per_second,
-     "GB/s", 1e9),
+    ("memory, read plus written", timing.copy_rate,
+     chip.published_hbm_bytes_per_second, "GB/s", 1e9),
     ("bfloat16 products", timing.product_rate, chip.peak_flops_per_second,
      "TFLOP/s", 1e12),
   ):  # fmt: skip
@@ -221,7 +219,7 @@ def time_operator(
   seconds = timing.of_calls(
     function, problem.arrays, rounds=3 if short else timing.ROUNDS
   )
-  rates = timing.rates()
+  bandwidth, source = timing.bandwidth()
   chip, cores = CHIPS.get(jax.devices()[0].device_kind, ("", 1))
   rows = [
     tables.by_kernel().get((kernel, chip, str(shape)))
@@ -237,9 +235,9 @@ def time_operator(
     f"{name} {way}", str(shape), implementation, unit="us",
     measured=seconds.median * 1e6,
     spread=(seconds.least * 1e6, seconds.largest * 1e6),
-    limit=timing.least_bytes(function, problem.arrays) / rates.bytes * 1e6,
+    limit=timing.least_bytes(function, problem.arrays) / bandwidth * 1e6,
     estimate=estimate and estimate / cores,
-    reason=f"bandwidth {rates.source}",
+    reason=f"bandwidth {source}",
   )  # fmt: skip
 
 
@@ -338,31 +336,4 @@ def training(short: bool, folder: pathlib.Path) -> Iterator[Row]:
     "peak memory", case, "block_attnres", unit="GiB",
     estimate=predicted.get("peak_bytes", 0) / 2**30,
     reason="" if used else "the device does not say how much it used", **known,
-  )  # fmt: skip
-
-
-def _gpu(platform: str, short: bool) -> Iterator[Row]:
-  """kernels/benchmarks/gpu.py; the limit is a copy of the same bytes."""
-  from benchmarks import gpu  # In the second source root of a clone.
-
-  machine = gpu.Machine(platform)
-  for suite in ("phase1", "read"):
-    for problem in gpu.problems_of(suite, platform):
-      for one in gpu.compare(problem, machine, 3 if short else 20):
-        yield _gpu_row(one, problem.moved_bytes / machine.copy_bandwidth)
-
-
-def _gpu_row(one: Mapping[str, str], copy_seconds: float) -> Row:
-  case = f"{one['suite']}, {one['shape']}, {one['mode']}"
-  states = {"ok": OK, "failed": FAILED}
-  numbers: dict[str, Any] = {}
-  if one["median_ms"]:
-    numbers = {
-      "measured": float(one["median_ms"]), "limit": copy_seconds * 1e3,
-      "spread": (float(one["low_ms"]), float(one["high_ms"])),
-    }  # fmt: skip
-  status = states.get(one["status"], NOT_HERE)
-  return row(
-    "read on a GPU", case, one["arm"], unit="ms", status=status,
-    reason=one["reason"], **numbers,
   )  # fmt: skip

@@ -6,9 +6,9 @@ r"""The first hour on hardware: what was estimated, measured on the device here.
 
 In this order: the rates of the device, every operator against its reference,
 training steps over PreNorm, a planned network with a trace, operators at the
-shapes of the compiled tables. On a GPU, the benchmark with its peers follows.
-Rerun the same command to continue. On a CPU it runs in a short form, which
-tries everything and says nothing about accelerators.
+shapes of the compiled tables. Rerun the same command to continue. On a CPU it
+runs in a short form, which tries everything and says nothing about
+accelerators.
 """
 
 import argparse

@@ -226,19 +226,4 @@ def _merged(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _with_origin(table: str, used: Iterable[Row | None]) -> str:
-  """The table, and where its rows come from."""
-  origins: dict[str, int] = {}
-  for row in used:
-    if row is not None:
-      words = (
-        f"jax {row['jax']}, libtpu {row['libtpu']}, commit {row['commit']}"
-        if row.get("commit")
-        else "no commit given"
-      )
-      origins[words] = origins.get(words, 0) + 1
-  most_first = sorted(origins.items(), key=lambda item: -item[1])
-  if len(most_first) == 1:
-    text = most_first[0][0]
-  else:
-    text = "; ".join(f"{count} of {words}" for words, count in most_first)
-  return f"{table}\n\nRows: {text}."
+  return readme.with_origin(table, [row for row in used if row is not None])

@@ -34,20 +34,6 @@ class Seconds(NamedTuple):
   largest: float
 
 
-class Rates(NamedTuple):
-  """What a device can do per second.
-
-  Attributes:
-    bytes: of memory, read plus written.
-    flops: of bfloat16 products.
-    source: "published", or "measured" where the table of chips has none.
-  """
-
-  bytes: float
-  flops: float
-  source: str
-
-
 def of_calls(
   function: Callable[..., Any],
   arguments: Sequence[jax.Array],
@@ -127,17 +113,12 @@ def least_bytes(function: Callable[..., Any], arguments: Any) -> int:
 
 
 @functools.cache
-def rates() -> Rates:
-  """Of the first device: as published, or measured where unknown."""
+def bandwidth() -> tuple[float, str]:
+  """Bytes per second of the first device's memory, and where that is from."""
   chip = chips.chip_of(jax.devices()[0].device_kind)
   if chip is not None and chip.published_hbm_bytes_per_second:
-    return Rates(
-      chip.published_hbm_bytes_per_second,
-      chip.peak_flops_per_second,
-      "published",
-    )
-  flops = chip.peak_flops_per_second if chip is not None else 0.0
-  return Rates(copy_rate(), flops or product_rate(), "measured")
+    return chip.published_hbm_bytes_per_second, "published"
+  return copy_rate(), "measured"
 
 
 @functools.cache

@@ -15,7 +15,6 @@ from experiments.pages import losses
 
 # More panels would not be readable.
 _MAX_PANELS = 8
-# Panels per row.
 _TITLE_LETTERS = 80
 
 # One run: tokens and losses.

@@ -118,6 +118,8 @@ def _run(options: argparse.Namespace) -> None:
   config = make_config(size, options.residual, options.rule)
   report = report_lib.make_schedule_report(config, size.topology)
   print(report_lib.to_text(report))
+  if "reason" in report:
+    raise config_lib.RunError("the compiler refused the program: no row")
   lockstep = report.get("lockstep", {})
   row = vars(options) | dict(
     compiled_for=size.topology, devices=report["devices"], fits=report["fits"]

@@ -41,7 +41,8 @@ def table(rows: Sequence[Row]) -> str:
       lines.append([slice_name, label, *cells, total])
   header = "slice", "scheme", *_SIZES, "all five"
   known = list(found.values())
-  parts = [readme_lib.table(header, lines), _bound(known), _origin(known)]
+  origin = f"Compiled up to the schedule, not run: {readme_lib.origin(known)}"
+  parts = [readme_lib.table(header, lines), _bound(known), origin]
   return "\n\n".join(parts)
 
 
@@ -105,16 +106,4 @@ def _bound(rows: Sequence[Row]) -> str:
     f"On {name}, a step takes {min(own):.2f} to {max(own):.2f} times its"
     " compute."
     for name, own in times.items()
-  )
-
-
-def _origin(rows: Sequence[Row]) -> str:
-  """What compiled them, a sentence."""
-
-  def each(column: str) -> str:
-    return ", ".join(dict.fromkeys(row[column] for row in rows))
-
-  return (
-    f"Compiled up to the schedule, not run: jax {each('jax')}, libtpu"
-    f" {each('libtpu')}, commits {each('commit')}."
   )

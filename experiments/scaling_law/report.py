@@ -15,7 +15,6 @@ from attnres_jax import scaling
 from attnres_jax.analysis import figures
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
-from attnres_jax.scaling import pairs
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
@@ -48,10 +47,9 @@ def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
 
 
 def results(rows: Sequence[Row]) -> str:
-  """For the README: losses, the control, laws, and their origin."""
+  """For the README: losses, laws, and their origin."""
   parts = [
     losses_lib.table(rows, "size").markdown(),
-    control(rows),
     laws(rows).markdown(),
     sweep.origin(rows),
   ]
@@ -105,23 +103,6 @@ def laws(rows: Sequence[Row]) -> page.Table:
   return page.Table(header, lines)
 
 
-def control(rows: Sequence[Row]) -> str:
-  """The noise according to Rescaled; empty if it was not trained."""
-  sentences = []
-  for label, own in losses_lib.by_setting(rows).items():
-    losses = pairs.losses(own, "residual")
-    apart = pairs.difference(
-      losses.get("rescaled", {}), losses.get(losses_lib.BASELINE, {})
-    ).by_seed
-    if apart:
-      seeds = ", ".join(page.signed(one) for one in apart.values())
-      sentences.append(
-        f"Difference of Rescaled from PreNorm at size {label}, by seed:"
-        f" {seeds}."
-      )
-  return " ".join(sentences)
-
-
 def _answer(rows: Sequence[Row]) -> page.Html:
   drawn: str = "Laws appear once a scheme has finished at two sizes."
   if fits(rows, COUNTING)[1]:
@@ -145,7 +126,6 @@ def _answer(rows: Sequence[Row]) -> page.Html:
     _ANSWER.read_text(encoding="utf-8"),
     laws=drawn,
     losses=losses_lib.table(rows, "size").html(),
-    control=control(rows),
   )
 
 

@@ -86,6 +86,20 @@ def test_all_parts(capsys):
   assert "F0.7" in capsys.readouterr().out.splitlines()[1]
 
 
+def test_a_config_says_what_crosses_boundaries():
+  """Schemes with a stream send it even where no block is open."""
+  config = ["--config=configs/pipeline.py:size=micro", "--show=transfers"]
+  texts = {
+    name: command.draw([*config, f"--config.model.residual.name={name}"])
+    for name in ("block_attnres", "delta_block")
+  }
+  sums = [
+    sum(line.split()[-1] == "yes" for line in text.splitlines())
+    for text in texts.values()
+  ]
+  assert sums[0] < sums[1]
+
+
 @pytest.mark.parametrize(
   "arguments,message",
   [

@@ -70,8 +70,6 @@ def test_fused_bubble_is_the_ideal_one(backward_time):
     if microbatches % ranks:
       continue
     plan = make(ranks, stages, microbatches)
-    total = (microbatches * stages + ranks - 1) * (1 + backward_time)
-    assert plan.total_time(1, backward_time) == pytest.approx(total)
     ideal = (ranks - 1) / (stages * microbatches)
     assert plan.bubble(1, backward_time) == pytest.approx(ideal)
 

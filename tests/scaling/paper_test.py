@@ -105,24 +105,6 @@ def test_table_2_budgets():
   )
 
 
-def test_table_1_totals():
-  totals = {
-    row.scheme: (
-      row.widths(*paper.TYPICAL_IO),
-      row.scalars(*paper.TYPICAL_IO),
-    )
-    for row in paper.TABLE_1
-  }
-  assert totals == {
-    "prenorm": (3, 0),
-    "mhc": (34, 48),
-    "full_attnres": (24, 0),
-    "block_attnres": (5.5, 0),
-  }
-  for row in paper.TABLE_1:
-    assert row.widths(*paper.TYPICAL_IO) == row.typical_widths
-
-
 @pytest.mark.slow
 def test_fig_7_cells_are_near_their_ratios_and_of_one_size():
   grid = itertools.product(paper.WIDTHS_PER_LAYER, paper.HEADS_PER_LAYER)

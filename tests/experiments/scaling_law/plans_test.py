@@ -33,7 +33,7 @@ def test_each_slice_and_scheme_has_its_sum():
   assert "| v6e-16 | Block AttnRes | 2 | 2 | 2 | 2 | 2 | 10 |" in lines
   assert "| v5p-32 | PreNorm | 9 |  |  |  |  |  |" in lines
   assert "On v6e-16, a step takes 1.00 to 1.98 times its compute." in text
-  assert "another" not in text and "jax 1, libtpu 2, commits abc" in text
+  assert "another" not in text and "jax 1; libtpu 2; commit abc" in text
 
 
 def test_committed_plans_are_those_of_configs_as_they_are_now():
