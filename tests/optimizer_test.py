@@ -16,15 +16,6 @@ def _config(**fields):
   return config_lib.OptimConfig(**fields)
 
 
-@pytest.mark.parametrize("field", ["name", "schedule"])
-def test_unknown_names(field):
-  message = rf"config\.optim\.{field}: got 'adamv', expected one of"
-  with pytest.raises(config_lib.ConfigError, match=message):
-    config = _config(**{field: "adamv"}, warmup_steps=1)
-    optimizer.make_schedule(config, 7)
-    optimizer.make_optimizer(config)
-
-
 def test_decay_alone():
   """Without a gradient there is only decay, and only where it applies."""
   model = tiny_network.model()

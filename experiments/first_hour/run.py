@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   return command_line.run(_main, make_parser().parse_args(argv))
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> command_line.Parser:
   """Of the command's arguments."""
   parser = command_line.Parser("python -m experiments.first_hour", __doc__)
   add = parser.add_argument

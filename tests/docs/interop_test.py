@@ -24,18 +24,6 @@ def _commands():
   return [(one[2], one[3:]) for one in words if one[:2] == ["python", "-m"]]
 
 
-def test_there_are_commands():
-  assert {module for module, _ in _commands()} == {
-    MAIN,
-    "attnres_jax.inference.sample",
-    "attnres_jax.interop.import_huggingface",
-    "attnres_jax.interop.export_huggingface",
-    "attnres_jax.interop.upcycle",
-    "attnres_jax.interop.score",
-    "experiments.downstream.local_tasks",
-  }
-
-
 @pytest.mark.parametrize("module,arguments", _commands())
 def test_commands_take_their_arguments(module, arguments, capsys):
   names = [argument.partition("=")[0] for argument in arguments]

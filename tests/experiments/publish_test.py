@@ -23,10 +23,6 @@ NAMES = sorted(
 )
 
 
-def test_experiments_publish():
-  assert {"TEMPLATE", "demo", "pipeline_cost", "scaling_law"} <= set(NAMES)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_show_the_committed_rows(name):
   published = publish.load(name)

@@ -98,19 +98,6 @@ def test_blocks_of_all_32_sublayers():
     assert sum("optim.peak_lr" in overrides for overrides, _ in runs) == rates
 
 
-def test_the_temperature_of_heads():
-  study = depth_heads.STUDY
-  for variant, heads, scale, start in (
-    ("zero8", 8, 1.0, 0.0), ("random4", 4, 1.0, 0.02),
-    ("cool16", 0, 0.25, 0.0), ("cool_random4", 0, 0.5, 0.02),
-    ("block_heads", 16, 1.0, 0.0),
-  ):  # fmt: skip
-    read = study.get_config(f"variant={variant}").model.residual.read
-    assert (read.heads, read.logit_scale, read.query_init) == (
-      heads, scale, start
-    )  # fmt: skip
-
-
 def test_seeds_continue():
   whole = _runs("ablations", "seeds=2")
   parts = _runs("ablations", "first=0,seeds=1")

@@ -171,22 +171,6 @@ class TestDepthAttention:
     )
     np.testing.assert_allclose(dquery, dquery_, atol=tolerance * 10)
 
-  @pytest.mark.parametrize("implementation", ["reference", "xla"])
-  def test_float64(self, implementation):
-    with jax.enable_x64(True):
-      query, source, dout, dlse = make(6, 3, 4, (2, 5), 24, "float64")
-      query, dlse = query.astype("float64"), dlse.astype("float64")
-      out, lse, dquery, dsources = run_fast(
-        implementation, query, tuple(source), dout, dlse
-      )
-      dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
-      np.testing.assert_allclose(out, oracle(query, source)[0], rtol=1e-10)
-      np.testing.assert_allclose(lse, oracle(query, source)[1], rtol=1e-10)
-      np.testing.assert_allclose(dquery, dquery_, rtol=1e-10, atol=1e-12)
-      np.testing.assert_allclose(
-        jnp.stack(dsources), dsources_, rtol=1e-9, atol=1e-12
-      )
-
 
 @pytest.mark.usefixtures("any_arguments")
 class TestBadInput:

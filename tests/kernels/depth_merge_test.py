@@ -145,44 +145,6 @@ class TestDepthMerge:
     assert normed.dtype == jnp.bfloat16
     assert dpartial.dtype == jnp.float32
 
-  @pytest.mark.parametrize("implementation", ["reference", "xla"])
-  def test_gradients_in_float64(self, implementation):
-    with jax.enable_x64(True):
-      query, source = make((2,), 8, 4)
-      query, source = query.astype("float64"), source.astype("float64")
-      lse = source[3, ..., 0]
-      f = functools.partial(depth_merge_norm, implementation=implementation)
-
-      @jax.jit
-      def loss(*arrays):
-        return jnp.sum(jnp.sin(f(*arrays)))
-
-      arrays = [source[0], lse, query, source[1], query + 1]
-      gradients = jax.jit(jax.grad(loss, range(5)))(*arrays)
-      step = 1e-6
-      for i, gradient in enumerate(gradients):
-        direction = jnp.cos(jnp.arange(arrays[i].size)).reshape(arrays[i].shape)
-        ends = []
-        for sign in (1, -1):
-          moved = list(arrays)
-          moved[i] = moved[i] + sign * step * direction
-          ends.append(loss(*moved))
-        slope = (ends[0] - ends[1]) / (2 * step)
-        np.testing.assert_allclose(
-          jnp.vdot(gradient, direction), slope, rtol=1e-7
-        )
-
-  def test_combining_is_associative_and_exact(self):
-    query, source = make((5,), 16, 6)
-    parts = [one_softmax(query, tuple(source[i : i + 2])) for i in (0, 2, 4)]
-    combine = jax.jit(combine_mixtures)
-    left = combine(*combine(*parts[0], *parts[1]), *parts[2])
-    right = combine(*parts[0], *combine(*parts[1], *parts[2]))
-    whole = one_softmax(query, tuple(source))
-    for a, b, c in zip(left, right, whole):
-      np.testing.assert_allclose(a, c, atol=1e-6)
-      np.testing.assert_allclose(b, c, atol=1e-6)
-
   def test_combining_empty_sets(self):
     empty = jnp.zeros((2, 4)), jnp.full((2,), -jnp.inf)
     out, lse = combine_mixtures(*empty, *empty)

@@ -119,28 +119,15 @@ class TestValues:
     assert compare.error(state, state_) < tolerance
 
   @pytest.mark.parametrize(
-    "length,chunk_size",
-    [
-      *((1, c) for c in (1, 64)),
-      *((7, c) for c in (1, 3, 8)),
-      *((70, c) for c in (12, 64)),
-    ],
-  )
-  def test_chunks_are_the_recurrence(self, length, chunk_size):
-    with jax.enable_x64(True):
-      arguments, _ = make(2, 2, length, 2, 3, 5, "float64")
-      one = jnp.zeros((2, length), jnp.int32)
-      for ids in (one, segments(3, 2, length, 6)):
-        o, state = call(
-          "xla", *arguments, segment_ids=ids, chunk_size=chunk_size
-        )
-        o_, state_ = oracle(*arguments, ids)
-        np.testing.assert_allclose(o, o_, atol=1e-10, rtol=0)
-        np.testing.assert_allclose(state, state_, atol=1e-10, rtol=0)
-
-  @pytest.mark.parametrize(
     "length,chunk_size,packed",
-    [(1, 1, False), (9, 4, False), (25, 6, True), (70, 64, True)],
+    [
+      (1, 1, False),
+      (9, 4, False),
+      (25, 6, True),
+      (70, 64, True),
+      (7, 1, True),
+      (7, 8, True),
+    ],
   )
   def test_gradients_are_those_of_the_recurrence(
     self, length, chunk_size, packed

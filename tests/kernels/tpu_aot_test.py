@@ -183,20 +183,6 @@ HEADS = (
 
 @pytest.mark.slow
 class TestHeadsAndRank:
-  @pytest.mark.parametrize("chip", tuple(CHIPS))
-  @pytest.mark.parametrize("shape", HEADS, ids=str)
-  def test_attention(self, chip, shape):
-    text = compile_for(chip, *attention(shape), "bfloat16")
-    for name in ("depth_attention_forward", "depth_attention_backward"):
-      assert name in text
-
-  @pytest.mark.parametrize("chip", tuple(CHIPS))
-  @pytest.mark.parametrize("shape", HEADS, ids=str)
-  def test_merge(self, chip, shape):
-    text = compile_for(chip, *merge(shape, "merge_norm"), "bfloat16")
-    for name in ("depth_merge_forward", "depth_merge_backward"):
-      assert name in text
-
   @pytest.mark.parametrize("heads", (16, 64))
   def test_bytes_of_one_head(self, heads):
     """Forward and backward of both operators, by the compiler's count."""
@@ -239,7 +225,8 @@ class TestNamedShapes:
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   @pytest.mark.parametrize(
     "shape",
-    tuple(s for s in shapes.NAMED if s not in shapes.TABLE) + shapes.ODD,
+    tuple(s for s in shapes.NAMED if s not in shapes.TABLE)
+    + (*shapes.ODD, *HEADS),
   )
   def test_attention(self, chip, shape):
     text = compile_for(chip, *attention(shape), "bfloat16")
@@ -247,7 +234,7 @@ class TestNamedShapes:
       assert name in text
 
   @pytest.mark.parametrize("chip", tuple(CHIPS))
-  @pytest.mark.parametrize("shape", shapes.MERGE)
+  @pytest.mark.parametrize("shape", (*shapes.MERGE, *HEADS))
   def test_merge(self, chip, shape):
     text = compile_for(chip, *merge(shape, "merge_norm"), "bfloat16")
     for name in ("depth_merge_forward", "depth_merge_backward"):

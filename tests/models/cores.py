@@ -25,13 +25,6 @@ def assert_close(found, expected, tolerance=1e-5):
   np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
 
 
-@jax.jit
-def reach(module, x_TD):
-  """|dy_t / dx_s| of one sequence, by t and s."""
-  jacobian = jax.jacrev(lambda x_TD: jnp.sum(module(x_TD[None])[0], axis=1))
-  return jnp.max(jnp.abs(jacobian(x_TD)), axis=-1)
-
-
 def assert_documents_apart(module, x_BTD, segments_T, definition):
   """Packed documents give what `definition` gives for each of them."""
   batch = len(x_BTD)

@@ -46,7 +46,7 @@ def test_stacks_follow_the_pattern():
   "name,remat",
   [
     ("block_attnres", "full"),
-    # Neither is one of the two alone; stack_test.py has them on toy sublayers.
+    # Neither is one of the two alone; layer_stacks_test.py has them on toys.
     pytest.param("block_attnres", "none", marks=pytest.mark.slow),
     pytest.param("prenorm", "full", marks=pytest.mark.slow),
     pytest.param("prenorm", "none", marks=pytest.mark.slow),

@@ -116,41 +116,10 @@ class TestReads:
       assert names == tuple(expected)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_blocks_of_one_sublayer_are_full_attnres(seed):
-  values = _values(6, seed)
-  found, one = [], dict(form="one_softmax")
-  for name, fields in (
-    ("block_attnres", dict(block_size=1)),
-    ("full_attnres", {}),
-  ):
-    module = trunks.scheme(name, 6, seed=seed, **fields, **one)
-    found.append(_reads(module, values))
-  for block, full in zip(*found):
-    np.testing.assert_array_equal(np.asarray(block), np.asarray(full))
-  two = trunks.scheme("block_attnres", 6, seed=seed, block_size=1)
-  compare.trees(_reads(two, values), found[1], 1e-13)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_one_block_gates_the_embedding(form):
-  values, found = _values(6), []
-  for fields in (dict(block_size=6), dict(block_size=50), dict(num_blocks=1)):
-    module = trunks.scheme("block_attnres", 6, form=form, **fields)
-    assert module.segments() == ((0, 6),)
-    found.append(_reads(module, values))
-  for other in found[1:]:
-    for a, b in zip(found[0], other):
-      np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-  u = trunks.folded(module)
-  for l in range(1, 7):
-    total = sum(values[1 : l + 1])
-    compare.trees(found[0][l], trunks.attend(u[l], [values[0], total]), 1e-13)
-
-
 @pytest.mark.parametrize(
   "num_sublayers,num_blocks,size,lengths",
   [
+    (6, 1, 6, [6]),
     (12, 4, 3, [3, 3, 3, 3]),
     (12, 5, 3, [3, 3, 3, 3]),
     (14, 4, 4, [4, 4, 4, 2]),

@@ -107,28 +107,3 @@ def test_dots_also_keeps_products():
   assert any(a.shape[-1] == HIDDEN for a in kept["dots"])
   # Scores of T x T are no plain products and are recomputed.
   assert not any(a.shape[-2:] == (TOKENS, TOKENS) for a in kept["dots"])
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_counting_notices_a_stack_per_sublayer(stacked):
-  """The counter itself: stacking sources outside of a checkpoint is seen."""
-
-  def mix(sources):
-    return jnp.tanh(jnp.sum(jnp.stack(sources), axis=0))
-
-  def mix_stacked(source):
-    return jnp.tanh(jnp.sum(source, axis=0))
-
-  def network(x):
-    values = [x]
-    for _ in range(4):
-      if stacked:
-        y = jax.checkpoint(mix_stacked)(jnp.stack(values))
-      else:
-        y = jax.checkpoint(mix)(values)
-      values.append(y)
-    return jnp.sum(values[-1])
-
-  kept = jaxprs.saved(network, jnp.ones((3, 5)))
-  vectors = sum(a.size for a in kept) / 15
-  assert vectors == (1 + 2 + 3 + 4 if stacked else 3)

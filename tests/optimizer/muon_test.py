@@ -116,6 +116,12 @@ def test_steps_with_momentum_against_definition():
         assert 0.17 < _rms(found) < 0.2
 
 
+@pytest.mark.parametrize("axes,ndim", [("D|NH", 2), ("E|D|F", 2)])
+def test_axes_that_do_not_fit(axes, ndim):
+  with pytest.raises(ValueError, match=r"axes '.*' do not fit .* shape"):
+    muon.as_matrices(np.zeros((2,) * ndim), axes)
+
+
 def test_matrices_cut_over_devices():
   """Heads over two devices and rows over four: the same updates."""
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1, fsdp=4, tensor=2))

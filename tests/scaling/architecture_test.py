@@ -19,17 +19,6 @@ ROWS = [
 ]
 
 
-def test_48b():
-  network = architecture.KIMI_LINEAR_48B
-  assert network.sublayer_kinds.count("mla") == 7
-  count = architecture.count(network)
-  assert (count.total, count.active) == (48_367_707_008, 2_729_485_184)
-  embedding = architecture.VOCAB_SIZE * network.width
-  assert round(embedding / 1e6, 1) == 377.5
-  assert round((count.total + 2 * embedding) / 1e9, 3) == 49.123
-  assert round((count.active + embedding) / 1e9, 3) == 3.107
-
-
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_table_2(row):
   name, kda, mla, experts, num_mla, e64, e256, e512, total512, total256 = row

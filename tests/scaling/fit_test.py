@@ -9,6 +9,7 @@ from attnres_jax.scaling import fit
 from attnres_jax.scaling import fit_power_law
 
 COMPUTE = np.geomspace(1e-6, 1e-3, 6)
+ONE = fit.PowerLaw(1.0, 1.0)
 
 
 def planted(law, rng, *, noise=0.004, seeds=3, common=None):
@@ -122,50 +123,19 @@ def test_a_failed_run_is_left_out():
 @pytest.mark.parametrize(
   "call,message",
   [
+    (lambda: fit_power_law([1, 2], [3]), "loss: got '1 values'"),
+    (lambda: fit_power_law([2, 2], [3, 2]), r"compute: got \[2.0, 2.0\]"),
+    (lambda: fit_power_law([1, 0], [3, 2]), "compute: got 0.0"),
+    (lambda: fit_power_law([1, 2], [3, float("nan")]), "loss: got nan"),
+    (lambda: fit_power_law([[1, 2]], [[3, 2]]), r"compute: got \[\[1.0, 2.0"),
+    (lambda: fit.Runs([1, 2], [3, 2], ("s", "s"), (0, 0)), "seed: got"),
+    (lambda: fit.Runs([1, 2], [3, 2], ("s",), (0, 0)), "size: got"),
+    (lambda: compute_advantage(ONE, ONE, 0), "compute: got 0"),
     (
-      lambda: fit_power_law([1, 2], [3]),
-      "loss: got '1 values', expected 2, as in compute",
+      lambda: compute_advantage(fit.Fit(ONE), fit.Fit(ONE, (ONE,)), 1),
+      "other: got '1 draws'",
     ),
-    (
-      lambda: fit_power_law([2, 2], [3, 2]),
-      r"compute: got \[2.0, 2.0\], expected at least 2 distinct values",
-    ),
-    (
-      lambda: fit_power_law([1, 0], [3, 2]),
-      "compute: got 0.0, expected finite numbers above 0",
-    ),
-    (
-      lambda: fit_power_law([1, 2], [3, float("nan")]),
-      "loss: got nan, expected finite numbers above 0",
-    ),
-    (
-      lambda: fit_power_law([[1, 2]], [[3, 2]]),
-      r"compute: got \[\[1.0, 2.0\]\], expected a flat sequence",
-    ),
-    (
-      lambda: fit.Runs([1, 2], [3, 2], ("s", "s"), (0, 0)),
-      r"seed: got \(0, 0\), expected no seed twice within a size",
-    ),
-    (
-      lambda: fit.Runs([1, 2], [3, 2], ("s",), (0, 0)),
-      r"size: got \('s',\), expected 2 labels, one per run",
-    ),
-    (
-      lambda: compute_advantage(fit.PowerLaw(1, 1), fit.PowerLaw(1, 1), 0),
-      "compute: got 0, expected a number above 0",
-    ),
-    (
-      lambda: compute_advantage(
-        fit.Fit(fit.PowerLaw(1, 1)),
-        fit.Fit(fit.PowerLaw(1, 1), (fit.PowerLaw(1, 1),)),
-        1,
-      ),
-      "other: got '1 draws', expected the baseline's 0",
-    ),
-    (
-      lambda: fit.Fit(fit.PowerLaw(1, 1)).exponent(90),
-      "level: got 90, expected a number between 0 and 1",
-    ),
+    (lambda: fit.Fit(ONE).exponent(90), "level: got 90"),
   ],
 )
 def test_bad_arguments_are_named(call, message):

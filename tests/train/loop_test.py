@@ -127,7 +127,7 @@ def test_model_is_the_trained_one(whole):
 
   dataset = data.open_dataset(config.data, "validation")
   apply = jax.jit(lambda model, tokens: model(tokens))
-  nats = count = 0
+  nats = count = count_bytes = 0
   for _, batch in zip(range(2), dataset.batches()):
     tokens = batch["tokens"]
     logits = jax.nn.log_softmax(apply(model, tokens[:, :-1]))
@@ -135,9 +135,10 @@ def test_model_is_the_trained_one(whole):
     counts = batch["counts"][:, 1:]
     nats -= float((picked[..., 0] * counts).sum())
     count += counts.sum()
-    count_bytes = count  # Every target of the sample, separators too.
+    count_bytes += counts[tokens[:, 1:] < 256].sum()  # 256 is a separator.
   np.testing.assert_allclose(nats / count, summary["validation_loss"], 1e-5)
-  assert summary["bits_per_byte"] >= nats / count_bytes / np.log(2) * 0.9999
+  bits = nats / count_bytes / np.log(2)
+  np.testing.assert_allclose(bits, summary["bits_per_byte"], 1e-5)
 
 
 @pytest.mark.parametrize("step", [5, 15])
@@ -513,9 +514,7 @@ def test_nan_steps_are_skipped_and_counted(quick, tmp_path, monkeypatch):
   assert [rows[step]["skipped"] for step in (6, 7, 11, 12, 20)] == [
       0, 1, 1, 2, 2,
   ]  # fmt: skip
-  assert rows[8]["param_norm"] == rows[7]["param_norm"] or np.isfinite(
-    rows[8]["param_norm"]
-  )
+  assert np.isfinite(rows[8]["param_norm"])
   assert len(tiny_run.events(tmp_path, "not finite")) == 2
   (said,) = tiny_run.events(tmp_path, "skipped steps")
   assert said["skipped"] == 2 and said["step"] == 20
@@ -542,6 +541,7 @@ def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
       ("optim.name", "sgdd"), ("model.residual.name", "bloc_attnres"),
       ("data.sequence_length", 10**6), ("optim.schedule", "cosin"),
       ("data.source", "nowhere"), ("model.vocab_size", 5),
+      ("optim.warmup_steps", 20),
   ):  # fmt: skip
     bad = fields | {"mesh.data": 2} | {field: value}
     with pytest.raises(config_lib.ConfigError) as error:

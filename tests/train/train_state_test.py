@@ -387,22 +387,3 @@ def test_the_state_is_donated():
   batch = _batch(documents=True)
   program.train_step(state, sharding.shard_batch(batch, program.mesh))
   assert leaf.is_deleted()
-
-
-@pytest.mark.parametrize(
-  "change,field",
-  [
-    (dict(data=config_lib.DataConfig(batch_size=9)), "data.batch_size"),
-    (dict(train=config_lib.TrainConfig(steps=4)), "optim.warmup_steps"),
-    (
-      dict(model=config_lib.ModelConfig(vocab_size=7)),
-      "model.residual.block_size",
-    ),
-    (dict(model=config_lib.ModelConfig(vocab_size=0)), "model.vocab_size"),
-  ],
-)
-def test_bad_configs_stop_before_compiling(change, field):
-  config = dataclasses.replace(_config(data=2), **change)
-  mesh = sharding.make_mesh(config.mesh)
-  with pytest.raises(config_lib.ConfigError, match=rf"config\.{field}: got"):
-    train_state.make_program(config, mesh)

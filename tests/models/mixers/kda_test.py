@@ -141,35 +141,6 @@ def test_packed_documents_do_not_meet():
   cores.assert_documents_apart(module, x_BTD, segments_T, _definition)
 
 
-@pytest.mark.slow
-def test_gradients_of_packed_documents():
-  """Gradients equal separate documents', for weights and inputs."""
-  module, x_BTD = _module(), _inputs()[:1]
-  half = TOKENS // 2
-  segments = jnp.array([[1] * half + [2] * half])
-
-  def packed(module, x_BTD):
-    return jnp.sum(jnp.sin(module(x_BTD, segments)))
-
-  def separate(module, x_BTD):
-    return jnp.sum(jnp.sin(module(jnp.reshape(x_BTD, (2, half, WIDTH)))))
-
-  found = jax.jit(jax.grad(packed, argnums=(0, 1)))(module, x_BTD)
-  expected = jax.jit(jax.grad(separate, argnums=(0, 1)))(module, x_BTD)
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    assert np.abs(b).max() > 0
-    cores.assert_close(a, b, 1e-4)
-
-
-def test_endless_decay_leaves_the_convolution():
-  """With g -> -inf, a token sees only the inputs of its own q, k and v."""
-  module, x_BTD = _module(), _inputs()[:1]
-  module.dt_bias[...] = jnp.full((HEADS, HEAD), 1e5)
-  seen_TS = cores.reach(module, x_BTD[0]) > 0
-  t, s = np.indices(seen_TS.shape)
-  np.testing.assert_array_equal(seen_TS, (s <= t) & (s > t - 4))
-
-
 @pytest.mark.parametrize("pieces", [[12], [1] * 12, [2, 1, 7, 2], [9, 3]])
 def test_any_cut_of_a_sequence_is_the_same(pieces):
   module, x_BTD = _module(), _inputs()

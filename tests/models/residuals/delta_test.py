@@ -90,40 +90,30 @@ def _expected(name, module, values, gate="own"):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", ALL)
-def test_reads_are_the_definition(name):
+@pytest.mark.parametrize(
+  "name,gate,options",
+  [
+    *((name, "own", {}) for name in ALL),
+    ("delta_attnres", "vector", dict(heads=2)),
+    ("delta_block", "scalar", dict(heads=2)),
+    ("delta_block", "vector", dict(heads=2)),
+    ("delta_mh", "one", dict(heads=2)),
+  ],
+)
+def test_reads_are_the_definition(name, gate, options):
   values = _values()
   for form in FORMS:
-    module = _module(name, form)
+    module = _module(name, form, gate, **options)
     assert module.two_phase == (form == "two_phase")
     found = trunks.reads(module, values)
-    for h, wanted in zip(found, _expected(name, module, values), strict=True):
+    expected = _expected(name, module, values, gate)
+    for h, wanted in zip(found, expected, strict=True):
       np.testing.assert_allclose(h, wanted, atol=1e-12)
     weights, labels = module.depth_weights(values), module.source_labels()
     assert [len(w) for w in weights] == [len(names) for names in labels]
     np.testing.assert_array_equal(weights[-1], 0)
     total = np.sum(weights[-2], axis=0)
     assert np.all(total < 1 if "mh" in name else abs(total - 1) < 1e-12)
-
-
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-  "name, gate",
-  [
-    ("delta_attnres", "vector"),
-    ("delta_block", "scalar"),
-    ("delta_block", "vector"),
-    ("delta_mh", "one"),
-  ],
-)
-def test_gates_are_the_definition(name, gate):
-  values = _values()
-  for form in FORMS:
-    module = _module(name, form, gate, heads=2)
-    found = trunks.reads(module, values)
-    wanted = _expected(name, module, values, gate)
-    for h, one in zip(found, wanted, strict=True):
-      np.testing.assert_allclose(h, one, atol=1e-12)
 
 
 TOKENS = np.random.default_rng(0).integers(0, 16, (2, 5), dtype=np.int32)
