@@ -119,7 +119,11 @@ def load_rows(
   ref: Any, rows: slice, valid: jax.Array | None = None
 ) -> jax.Array:
   """Rows in float32; zero where they are no tokens."""
-  x = ref[rows, :].astype(jnp.float32)
+  return zero_unless(valid, ref[rows, :].astype(jnp.float32))
+
+
+def zero_unless(valid: jax.Array | None, x: jax.Array) -> jax.Array:
+  """Rows of x; zero where they are no tokens, by `valid_rows`."""
   return x if valid is None else jnp.where(valid, x, 0.0)
 
 
@@ -128,11 +132,11 @@ def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
 
 
 def dot(
-  a: jax.Array, b: jax.Array, b_axis: int = 0, *, exact: bool
+  a: jax.Array, b: jax.Array, b_axis: int = 0, a_axis: int = 1, *, exact: bool
 ) -> jax.Array:
   """A product with float32 results, of float32 operands if exact."""
   return jax.lax.dot_general(
-    a, b, (((1,), (b_axis,)), ((), ())),
+    a, b, (((a_axis,), (b_axis,)), ((), ())),
     precision=jax.lax.Precision.HIGHEST if exact else None,
     preferred_element_type=jnp.float32,
   )  # fmt: skip

@@ -289,6 +289,7 @@ def compare(
       reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
       rows[name] |= {"status": FAILED, "reason": reason}
   samples = _measure(running, machine.flush, rounds)
+  plain = np.median(samples["xla"]) if "xla" in samples else None
   for name, values in samples.items():
     median, *interval = median_interval(values)
     speed = problem.moved_bytes / median
@@ -297,7 +298,7 @@ def compare(
     rows[name] |= {
       "status": OK,
       **{key: f"{seconds * 1e3:.4f}" for key, seconds in times},
-      "to_xla": f"{median / np.median(samples['xla']):.3f}",
+      "to_xla": f"{median / plain:.3f}" if plain else "",
       "GB": f"{problem.moved_bytes / 1e9:.3f}",
       "GB_per_s": f"{speed / 1e9:.0f}",
       "of_copy": f"{speed / machine.copy_bandwidth:.3f}",

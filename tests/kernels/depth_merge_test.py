@@ -87,6 +87,22 @@ class TestDepthMerge:
       lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
     )
 
+  def test_tokens_that_fill_no_tile_have_no_part_in_sums(self):
+    """Without an epsilon, the norm of a row of zeros is infinite."""
+    query, source = make((5,), 24, 3)
+    arrays = source[0], source[2, ..., 0], query, source[1], 1 + query
+
+    def loss(implementation, *arrays):
+      options = dict(eps=0.0, norm_eps=0.0, implementation=implementation)
+      return jnp.sum(jnp.sin(depth_merge_norm(*arrays, **options)))
+
+    gradients = jax.grad(loss, range(1, 6))
+    wanted = gradients("reference", *arrays)
+    with dispatch.interpreted():
+      found = gradients("pallas_tpu", *arrays)
+    for a, b in zip(found, wanted, strict=True):
+      np.testing.assert_allclose(a, b, atol=2e-5)
+
   @pytest.mark.parametrize("implementation", ALL)
   @pytest.mark.parametrize("size", (0.0, 1e-3))
   def test_gradients_at_small_partial_sums(self, implementation, size):

@@ -89,6 +89,7 @@ class TestStreamMix:
     "tokens,width,columns,count",
     [
       ((2, 100), 192, 24, 4),
+      ((128,), 128, 1, 1),
       pytest.param((128,), 128, 5, 2, marks=pytest.mark.slow),
       pytest.param((130,), 640, 17, 3, marks=pytest.mark.slow),
     ],

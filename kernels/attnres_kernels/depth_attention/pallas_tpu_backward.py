@@ -213,15 +213,13 @@ def _factor(weight: jax.Array, pull: jax.Array, exact: bool) -> jax.Array:
     part = jnp.zeros(column.shape, jnp.float32)
     if first < spread:
       query = jnp.where(column < diagonal, column, column - diagonal)
-      taken = tiles.take_columns(
-        weight, lambda r, i, at=query >> tiles.GROUP_BITS: at
-      )
+      taken = tiles.take_columns(weight, query >> tiles.GROUP_BITS)
       part = jnp.where(tiles.on_diagonal(row, column), taken, 0.0)
     if first + tpu_rows.LANES > spread:
       query = column - spread
       for _ in range(2):
         query = jnp.where(query >= num_queries, query - num_queries, query)
-      taken = tiles.take_columns(pull, lambda r, i, at=query: at)
+      taken = tiles.take_columns(pull, query)
       part = jnp.where(column < spread, part, taken)
     if not exact:
       high, low = tiles.high_and_low(part)

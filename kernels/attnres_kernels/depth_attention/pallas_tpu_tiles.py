@@ -7,8 +7,8 @@ wide operations can be matrix products. Of a product with columns (query, token)
 only the token diagonal is needed, an eighth, which is why groups are as small
 as possible. Statistics are compact, [M*8, Q], and a sum over the sources of a
 token is a sum over registers.
-`take_columns` converts from the diagonal to the compact form, and back if
-`on_diagonal` masks the rest.
+`take_columns` converts from the compact form to the diagonal if `on_diagonal`
+masks the rest.
 
 Bfloat16 operands are exact on the matrix unit. A float32 factor is split into
 bfloat16 terms, three for queries and two for weights. Float32 sources use
@@ -196,17 +196,8 @@ def pull_terms(terms: jax.Array, num_queries: int) -> jax.Array:
   return jnp.concatenate([terms[: 2 * num_queries], terms[:num_queries]])
 
 
-def take_columns(
-  x: jax.Array,
-  column: Callable[[jax.Array, jax.Array], jax.Array],
-  count: int = tpu_rows.LANES,
-) -> jax.Array:
-  """x[r, column(r, i)] for i < count <= 128, by gathers within registers.
-
-  x is float32, and `column` maps int32 arrays r and i to column numbers.
-  """
-  shape = (x.shape[0], tpu_rows.LANES)
-  at = column(iota(shape, 0), iota(shape, 1))
+def take_columns(x: jax.Array, at: jax.Array) -> jax.Array:
+  """x[r, at[r, i]] of float32 [R, C] and int32 [R, 128], within registers."""
   x = pad_lanes(x)
   parts = [
     jnp.take_along_axis(
@@ -220,7 +211,7 @@ def take_columns(
   taken = parts[0]
   for i, part in enumerate(parts[1:], 1):
     taken = jnp.where(at >= i * tpu_rows.LANES, part, taken)
-  return taken[:, :count]
+  return taken
 
 
 def pad_lanes(x: jax.Array) -> jax.Array:

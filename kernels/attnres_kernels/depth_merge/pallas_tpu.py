@@ -179,13 +179,16 @@ def _backward_kernel(*refs: Any, num_tokens: int, options: _Options) -> None:
     valid = tpu_rows.valid_rows(num_tokens, tile, step * tile + start)
     load = functools.partial(tpu_rows.load_rows, rows=rows, valid=valid)
     out, partial, dmixed = load(out_ref), load(partial_ref), load(dmixed_ref)
-    score, inverse = rows_of.score(partial)
+    score, inverse = (
+      tpu_rows.zero_unless(valid, x) for x in rows_of.score(partial)
+    )
     weights = plain.two_weights(rows_of.lse[rows], score)
     slope = weights[0] * weights[1]
     out_weight, partial_weight = map(rows_of.spread, weights)
     if rows_of.gain_ref is not None:
       mixed = out_weight * out + partial_weight * partial
       norm = jax.lax.rsqrt(mean(mixed * mixed) + options.norm_eps)
+      norm = tpu_rows.zero_unless(valid, norm)
       mixed *= norm
       sums_ref[0, 1] += fold(dmixed * mixed)
       dmixed *= rows_of.gain_ref[...]

@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attnres_kernels import pallas_tpu_rows as tpu_rows
 from attnres_kernels.kda import pallas_tpu_decay as decay_lib
 
 # A decay by this resets everything; with -inf, 0 * -inf would be NaN.
 _FORGET = -1e4
 _LOG2_E = 1.4426950408889634
-_LANES = 128
 # Tokens of the blocks that are inverted by substitution: rows of a register.
 _BLOCK = 8
 
 
 def num_aside(heads: int, size: int, most: int) -> int:
   """How many heads lie side by side: as many as fill the lanes, if it goes."""
-  most = max(1, min(most, _LANES // size))
+  most = max(1, min(most, tpu_rows.LANES // size))
   return max(n for n in range(1, most + 1) if heads % n == 0)
 
 
@@ -67,7 +67,7 @@ class Aside:
     self.beta = beta
     self.size = heads[0].k.shape[0]
     shape = self.size, self.size * len(heads)
-    self.row, lane = (_iota(shape, axis) for axis in (0, 1))
+    self.row, lane = (tpu_rows.iota(shape, axis) for axis in (0, 1))
     # Sizes are powers of two; a division has to know the chip.
     self.column = lane & (self.size - 1)
     self.head = lane >> decay_lib.num_levels(self.size)
@@ -128,7 +128,9 @@ class Aside:
   def dot(
     self, a: jax.Array, b: jax.Array, b_axis: int = 0, a_axis: int = 1
   ) -> jax.Array:
-    return dot(a, b, b_axis, a_axis, exact=self.exact)
+    if not self.exact:
+      a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    return tpu_rows.dot(a, b, b_axis, a_axis, exact=self.exact)
 
 
 class Saved(NamedTuple):
@@ -152,7 +154,9 @@ class Saved(NamedTuple):
 def scores(c: Aside) -> tuple[jax.Array, jax.Array]:
   """A and P of all heads, [C, n C] float32."""
   # Registers of eight rows. A column's block is a whole register of rows.
-  lane, row = (_iota((_BLOCK, c.size * len(c.heads)), axis) for axis in (1, 0))
+  lane, row = (
+    tpu_rows.iota((_BLOCK, c.size * len(c.heads)), axis) for axis in (1, 0)
+  )
   column = lane & (_BLOCK - 1)
   block = (lane & (c.size - 1)) >> decay_lib.num_levels(_BLOCK)
   diagonal = [jnp.sum(h.q * h.k, axis=1, keepdims=True) for h in c.heads]
@@ -309,8 +313,10 @@ def _blocks_inverse(c: Aside, system: jax.Array) -> jax.Array:
   below = zeros
   for index, part in enumerate(parts):
     below = jnp.where(blocks[part] == index, system[part], below)
-  lane = _iota(zeros.shape, 1)
-  solved = jnp.where(_iota(zeros.shape, 0) == (lane & (_BLOCK - 1)), 1.0, 0.0)
+  lane = tpu_rows.iota(zeros.shape, 1)
+  solved = jnp.where(
+    tpu_rows.iota(zeros.shape, 0) == (lane & (_BLOCK - 1)), 1.0, 0.0
+  )
   for row in range(_BLOCK - 1):
     factor = jnp.take_along_axis(below, (lane & -_BLOCK) + row, axis=1)
     solved -= factor * solved[row : row + 1]
@@ -337,23 +343,3 @@ def _split(x: jax.Array, terms: int) -> list[jax.Array]:
 
 def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
   return jnp.concatenate(arrays, axis=0)
-
-
-def _iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
-  return jax.lax.broadcasted_iota(jnp.int32, shape, dimension)
-
-
-def dot(
-  a: jax.Array, b: jax.Array, b_axis: int = 0, a_axis: int = 1, *,
-  exact: bool = False,
-) -> jax.Array:  # fmt: skip
-  """A product with float32 results, of bfloat16 operands unless exact."""
-  if not exact:
-    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-  return jax.lax.dot_general(
-    a,
-    b,
-    (((a_axis,), (b_axis,)), ((), ())),
-    precision=jax.lax.Precision.HIGHEST if exact else None,
-    preferred_element_type=jnp.float32,
-  )

@@ -23,9 +23,6 @@ import jax.numpy as jnp
 from attnres_kernels import dispatch
 from attnres_kernels import pallas_tpu_rows as tpu_rows
 
-_LANES = 128
-_SUBLANES = 8
-_ROWS = 16  # Of a register of bfloat16.
 _TILE = 128  # Tokens of a grid step, along the lanes of coefficients.
 _PARTS = 2  # Sums over tokens, one for each core of a chip.
 _CHUNK = 512  # Columns that are worked on at a time.
@@ -86,7 +83,7 @@ def forward(
       call.row_struct(call.columns),
       call.row_struct(1),
     ],
-    scratch_shapes=[pltpu.VMEM((tile, _LANES), jnp.float32)],
+    scratch_shapes=[pltpu.VMEM((tile, tpu_rows.LANES), jnp.float32)],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
       vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
@@ -161,7 +158,7 @@ def backward(
     *call.small(weight_MDC, bias_M, scale),
     call.factors(write_MT, mix_MMT),
     call.rows(logits_CT),
-    call.rows(inverse_T[None]),
+    inverse_T.reshape(1, -1),
     call.rows(dlogits_CT),
     *(call.flat(x) for x in wide),
   )
@@ -197,7 +194,7 @@ class Call(tpu_rows.Call):
   ):
     super().__init__([y])
     self.count, _, columns = weight_MDC.shape
-    self.columns = columns + -columns % _SUBLANES
+    self.columns = columns + -columns % tpu_rows.SUBLANES
     self.dtype = streams[0].dtype
     self.tile, self.tiles = _TILE, pl.cdiv(self.tokens, _TILE)
     self.parts = math.gcd(self.tiles, _PARTS)
@@ -254,10 +251,7 @@ class Call(tpu_rows.Call):
   def rows(self, x: jax.Array) -> jax.Array:
     """[C, *T] to [rows, tokens]."""
     x = x.reshape(-1, self.tokens)
-    missing = self.columns - x.shape[0]
-    if x.shape[0] > 1 and missing:
-      x = jnp.pad(x, ((0, missing), (0, 0)))
-    return x
+    return jnp.pad(x, ((0, self.columns - x.shape[0]), (0, 0)))
 
   def row_spec(self, rows: int) -> pl.BlockSpec:
     return pl.BlockSpec((rows, self.tile), lambda *i: (0, self.at(*i)))
@@ -281,7 +275,7 @@ def _forward_kernel(
   tile, width = y_ref.shape
   factors = _to_columns(factors_ref[...])
   for rows in _groups(tile):
-    square = jnp.zeros((_ROWS, _LANES), jnp.float32)
+    square = jnp.zeros((tpu_rows.ROWS, tpu_rows.LANES), jnp.float32)
     for lanes in _chunks(width):
       old = [_load(ref, rows, lanes) for ref in (*x_refs, y_ref)]
       for j, x in enumerate(_written(old, factors[rows])):
@@ -292,8 +286,9 @@ def _forward_kernel(
     square_ref[rows, :] = square
   mean = _lane_sums(square_ref[...]) * (1.0 / (count * width))
   inverse = jax.lax.rsqrt(mean + eps)
+  exact = weight_ref.dtype == jnp.float32
   product = _total(
-    _product(weight_ref[j], new_refs[j][...], ((1,), (1,)))
+    tpu_rows.dot(weight_ref[j], new_refs[j][...], 1, exact=exact)
     for j in range(count)
   )
   logits = product * inverse
@@ -360,9 +355,10 @@ def _backward_kernel(
     dproduct = jnp.where(lane < left, dproduct, 0.0)
   low = dproduct.astype(new.dtype)
   turned = _to_columns(dproduct).astype(new.dtype)
+  exact = new.dtype == jnp.float32
   for j in range(count):
-    dweight_ref[0, j] += _product(low, new.stream(j), ((1,), (0,)))
-    sent.put_stream(j, _product(turned, weight_ref[j], ((1,), (0,))))
+    dweight_ref[0, j] += tpu_rows.dot(low, new.stream(j), exact=exact)
+    sent.put_stream(j, tpu_rows.dot(turned, weight_ref[j], exact=exact))
   # All that the new streams get, which goes back to the old ones.
   small = _to_columns(jnp.concatenate([gate, bend]))
   for rows in _groups(tile):
@@ -413,7 +409,7 @@ def _dot(stack: "_Stack", j: int, ref: Any) -> jax.Array:
   """Products of each token with the same token of another array [1, tokens]."""
   parts = []
   for rows in _groups(ref.shape[0]):
-    part = jnp.zeros((_ROWS, _LANES), jnp.float32)
+    part = jnp.zeros((tpu_rows.ROWS, tpu_rows.LANES), jnp.float32)
     for lanes in _chunks(ref.shape[1]):
       part += _fold(stack.get(j, rows, lanes) * _load(ref, rows, lanes))
     parts.append(part)
@@ -445,7 +441,7 @@ def _load(ref: Any, rows: slice, lanes: slice) -> jax.Array:
 
 def _to_columns(x: jax.Array) -> jax.Array:
   """[rows, tokens] to [tokens, rows]."""
-  missing = -x.shape[0] % _SUBLANES
+  missing = -x.shape[0] % tpu_rows.SUBLANES
   if missing:
     zeros = jnp.zeros((missing, x.shape[1]), x.dtype)
     x = jnp.concatenate([x, zeros])
@@ -459,12 +455,12 @@ def _lane_sums(x: jax.Array) -> jax.Array:
 
 def _fold(x: jax.Array) -> jax.Array:
   """Sums columns down to one register of lanes."""
-  full = x.shape[1] // _LANES * _LANES
-  parts = (x[:, i : i + _LANES] for i in range(0, full, _LANES))
+  full = x.shape[1] // tpu_rows.LANES * tpu_rows.LANES
+  parts = (x[:, i : i + tpu_rows.LANES] for i in range(0, full, tpu_rows.LANES))
   folded: Any = sum(parts)  # Zero if there is none.
   if full == x.shape[1]:
     return folded
-  lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], _LANES), 1)
+  lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], tpu_rows.LANES), 1)
   rest = jnp.sum(x[:, full:], axis=1, keepdims=True)
   return folded + jnp.where(lane == 0, rest, 0.0)
 
@@ -473,16 +469,9 @@ def _total(terms: Iterable[jax.Array]) -> jax.Array:
   return functools.reduce(jnp.add, terms)
 
 
-def _product(a: jax.Array, b: jax.Array, axes: Any) -> jax.Array:
-  return jax.lax.dot_general(
-    a, b, (axes, ((), ())), dispatch.exact(a),
-    preferred_element_type=jnp.float32,
-  )  # fmt: skip
-
-
 def _groups(tile: int) -> Iterator[slice]:
-  for first in range(0, tile, _ROWS):
-    yield slice(first, first + _ROWS)
+  for first in range(0, tile, tpu_rows.ROWS):
+    yield slice(first, first + tpu_rows.ROWS)
 
 
 def _chunks(width: int) -> Iterator[slice]:
