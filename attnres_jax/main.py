@@ -52,11 +52,6 @@ def make_parser() -> command_line.Parser:
     action="store_true",
     help="resume a run even if its configuration or data differ",
   )
-  add(
-    "--any_size",
-    action="store_true",
-    help="train even if the model seems too large for this machine",
-  )
   parser.add_plans()
   command_line.add_cluster(parser)
   return parser
@@ -73,7 +68,6 @@ def _train(options: argparse.Namespace) -> exits.Exit:
       config,
       options.workdir,
       resume_with_changed_config=options.resume_with_changed_config,
-      any_size=options.any_size,
       leave=_leave_early,
       plans=options.plans,
     )

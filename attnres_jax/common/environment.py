@@ -3,7 +3,6 @@
 
 import functools
 import importlib.metadata
-import math
 import os
 import pathlib
 import platform
@@ -15,9 +14,9 @@ import flax
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import sharding
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_MOST_LAYERS = 2_000
 
 
 def facts() -> dict[str, str]:
@@ -76,38 +75,26 @@ def hardware() -> str:
   return ", ".join(parts)
 
 
-def check_size(config: config_lib.RunConfig, state: Any) -> None:
-  """Stops a run that would be traced for hours or cannot fit in memory.
+def check_size(state: Any) -> None:
+  """Stops a run that cannot fit in memory.
 
   Args:
-    config: of the run.
     state: what training carries: shapes, dtypes and shardings.
 
   Raises:
     ConfigError: naming the estimate and the limit.
   """
-  if config.model.num_layers > _MOST_LAYERS:
-    config_lib.fail(
-      "model.num_layers",
-      config.model.num_layers,
-      f"at most {_MOST_LAYERS}, for each of them is traced (--any_size lifts"
-      " this limit)",
-    )
   device = jax.local_devices()[0]
   stats = device.memory_stats() or {}
   limit, shares = stats.get("bytes_limit"), 1
   if device.platform == "cpu":
     limit, shares = _host_memory(), jax.local_device_count()
-  needed = shares * sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(state)
-  )
+  needed = shares * sharding.bytes_per_device(state)
   if limit and needed > limit:
     config_lib.fail_argument(
       "config.model",
       f"a state of {needed / 2**30:,.0f} GiB",
-      f"at most the {limit / 2**30:,.0f} GiB of memory here (--any_size lifts"
-      " this limit)",
+      f"at most the {limit / 2**30:,.0f} GiB of memory here",
     )
 
 

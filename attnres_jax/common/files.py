@@ -86,7 +86,7 @@ def write(path: epath.PathLike, content: str | bytes) -> None:
   with contextlib.suppress(OSError):
     if path.stat().length == len(data) and path.read_bytes() == data:
       return
-  temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+  temporary = epath.Path(stores.temporary_of(path))
   try:
     with open(temporary, "wb") as file:
       file.write(data)

@@ -108,8 +108,17 @@ def find(
 
 
 def rows(path: Path = FILE) -> list[dict[str, str]]:
-  """All rows of the file; none if it does not exist."""
-  return csv_rows.read(path) if epath.Path(path).exists() else []
+  """All rows of the file; none if it does not exist.
+
+  Raises:
+    ConfigError: it is another file.
+  """
+  found = csv_rows.read(path) if epath.Path(path).exists() else []
+  if missing := [name for name in _KEYS if found and name not in found[0]]:
+    config_lib.fail_argument(
+      "--plans", str(path), f"a file of plans, with a column {missing[0]}"
+    )
+  return found
 
 
 def under_other_schemes(

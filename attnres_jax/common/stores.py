@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 import os
 from typing import Any
+import uuid
 
 from etils import epath
 import fsspec
@@ -78,6 +79,11 @@ def reaching(path: epath.PathLike) -> Iterator[None]:
     raise OSError(f"{path}: the store fails ({text})") from error
 
 
+def temporary_of(path: epath.PathLike) -> str:
+  """A name beside a file that no other writer has, on any host."""
+  return f"{os.fspath(path)}.{uuid.uuid4().hex[:12]}.tmp"
+
+
 def create(path: epath.PathLike, data: bytes) -> bool:
   """Writes a new object; False if there is one. One of several writers wins.
 
@@ -90,7 +96,7 @@ def create(path: epath.PathLike, data: bytes) -> bool:
       if is_remote(path):
         store.pipe_file(str(path), data, mode="create")
       else:  # A network disk without locks.
-        temporary = f"{path}.{os.getpid()}.tmp"
+        temporary = temporary_of(path)
         store.pipe_file(temporary, data)
         os.link(temporary, path)
         os.unlink(temporary)
@@ -108,12 +114,6 @@ def write(path: epath.PathLike, data: bytes) -> None:
       confirm()
   with reaching(path):
     client(path).pipe_file(str(path), data)
-
-
-def confirm(path: epath.PathLike) -> None:
-  """Ends this process if it had a claim of the folder and lost it."""
-  if str(path) in _guards:
-    _guards[str(path)]()
 
 
 def guard(folder: epath.PathLike, confirm: Callable[[], None] | None) -> None:

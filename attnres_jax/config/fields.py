@@ -42,7 +42,7 @@ Size = Annotated[int, _ABOVE_0]
 Count = Annotated[int, _AT_LEAST_0]
 Devices = Annotated[int, _DEVICES]
 # Limits for what is unrolled in a program or started at the same time.
-Layers = Annotated[int, _ABOVE_0._replace(most=100_000)]
+Layers = Annotated[int, _ABOVE_0._replace(most=2_000)]
 Iterations = Annotated[int, _ABOVE_0._replace(most=100)]
 Tokens = Annotated[int, _ABOVE_0._replace(most=1_000_000)]
 Threads = Annotated[int, _AT_LEAST_0._replace(most=1000)]
@@ -75,6 +75,11 @@ class Checked:
     for name, kind in _kinds(type(self)).items():
       value = accept(self._prefix + name, getattr(self, name), kind)
       object.__setattr__(self, name, value)
+
+  def require(self, holds: Any, name: str, accepted: str) -> None:
+    """Refuses the value of the field `name` unless `holds`."""
+    if not holds:
+      errors.fail_argument(self._prefix + name, getattr(self, name), accepted)
 
 
 def accept(name: str, value: Any, kind: Any) -> Any:

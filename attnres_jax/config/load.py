@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import pathlib
+import re
 import sys
 import types
 import typing
@@ -29,6 +30,10 @@ T = TypeVar("T")
 # What stands for the folder of configs, and that folder: a link in a clone.
 _INSTALLED = "attnres_jax"
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+# The beginning of a tuple of words as Python writes it, not of an expression
+# such as (a|b); and commas between words, not those of a{1,2}.
+_QUOTED = re.compile(r"""\s*[\[(]?\s*(['"]|[\])]\s*$)""")
+_COMMA = re.compile(r",(?![^({\[]*[)}\]])")
 # False, true, and so on.
 _TRUTHS = ("false", "true", "0", "1", "no", "yes")
 
@@ -179,7 +184,9 @@ def parse_field(name: str, text: str) -> Any:
     fail(name, text, f"one of its fields: {names}")
   try:
     return _parse(text, kind)
-  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+  except (
+    ValueError, SyntaxError, TypeError, MemoryError, RecursionError, re.error,
+  ):  # fmt: skip
     fail(name, text, f"a value of type {fields_lib.words(kind)}")
 
 
@@ -273,8 +280,11 @@ def _parse(text: str, kind: Any) -> Any:
     return bool(_TRUTHS.index(text.lower()) % 2)
   if typing.get_origin(kind) is tuple:
     words = fields_lib.plain(args[0]) is str
-    if words and text.strip()[:1] not in ("(", "[", "'", '"'):
-      return tuple(filter(None, map(str.strip, text.split(","))))
+    if words and not _QUOTED.match(text):
+      found = tuple(filter(None, map(str.strip, _COMMA.split(text))))
+      for word in found if text.strip()[:1] in ("(", "[") else ():
+        re.compile(word)  # Else it is half a tuple, such as (1, 2
+      return found
     value = ast.literal_eval(text)
     if isinstance(value, str):
       raise ValueError(text)

@@ -59,36 +59,32 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
 
   def __post_init__(self):
     super().__post_init__()
-    static, learned = self.query == "static", self.query == "learned"
-    one_head = "1 with query='static' or with a rank"
-    for wrong, name, accepted in (
-      (self.heads > 1 and (static or self.rank), "heads", one_head),
-      (static and not self.key_norm, "key_norm", "True with query='static'"),
-      (static and self.rank, "rank", "0 with query='static'"),
-      (
-        self.value_query and not learned,
-        "value_query",
-        "False unless query='learned'",
-      ),
-      (
-        self.null != "none" and self.score == "sigmoid",
-        "null",
-        "'none' with score='sigmoid', which has no total",
-      ),
-      (
-        self.null == "learned" and static,
-        "null",
-        "'none' or 'zero' with query='static', which has no keys",
-      ),
-      (
-        self.scale == "sum" and not self.sums_to_one,
-        "scale",
-        "'mean' with a null source or score='sigmoid'",
-      ),
-    ):
-      if wrong:
-        value = getattr(self, name)
-        errors.fail(f"model.residual.read.{name}", value, accepted)
+    static, softmax = self.query == "static", self.score == "softmax"
+    one_head = self.heads <= 1 or not (static or self.rank)
+    require = self.require
+    require(one_head, "heads", "1 with query='static' or with a rank")
+    require(self.key_norm or not static, "key_norm", "True with query='static'")
+    require(not (static and self.rank), "rank", "0 with query='static'")
+    require(
+      self.query == "learned" or not self.value_query,
+      "value_query",
+      "False unless query='learned'",
+    )
+    require(
+      softmax or self.null == "none",
+      "null",
+      "'none' with score='sigmoid', which has no total",
+    )
+    require(
+      not static or self.null != "learned",
+      "null",
+      "'none' or 'zero' with query='static', which has no keys",
+    )
+    require(
+      self.scale == "mean" or self.sums_to_one,
+      "scale",
+      "'mean' with a null source or score='sigmoid'",
+    )
 
   @property
   def batched(self) -> bool:
@@ -144,23 +140,18 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.block_size and self.num_blocks:
-      errors.fail(
-        "model.residual.num_blocks",
-        self.num_blocks,
-        f"0 when block_size is given (block_size is {self.block_size})",
-      )
+    self.require(
+      not (self.block_size and self.num_blocks),
+      "num_blocks",
+      f"0 when block_size is given (block_size is {self.block_size})",
+    )
 
   def sublayers_per_block(self, num_sublayers: int) -> int:
     """S, given L: `block_size`, or ceil(L / `num_blocks`)."""
     if self.block_size:
       return self.block_size
-    if not self.num_blocks:
-      errors.fail(
-        "model.residual.block_size",
-        0,
-        "sublayers per block (or num_blocks above 0)",
-      )
+    accepted = "sublayers per block (or num_blocks above 0)"
+    self.require(self.num_blocks, "block_size", accepted)
     return -(-num_sublayers // self.num_blocks)
 
 
@@ -209,12 +200,8 @@ class RopeConfig(fields.Checked, prefix="model.rope"):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.low_turns >= self.high_turns:
-      errors.fail(
-        "model.rope.high_turns",
-        self.high_turns,
-        f"a number above model.rope.low_turns={self.low_turns}",
-      )
+    accepted = f"a number above model.rope.low_turns={self.low_turns}"
+    self.require(self.high_turns > self.low_turns, "high_turns", accepted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,12 +278,11 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.rope_theta and self.shared_width % 2:
-      errors.fail(
-        "model.mla.shared_width",
-        self.shared_width,
-        "an even number with rotary positions (or model.mla.rope_theta=0)",
-      )
+    self.require(
+      not self.rope_theta or self.shared_width % 2 == 0,
+      "shared_width",
+      "an even number with rotary positions (or model.mla.rope_theta=0)",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,43 +318,34 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
 
   def __post_init__(self):
     super().__post_init__()
-    if 0 < self.num_experts < self.top_k:
-      errors.fail(
-        "model.moe.num_experts",
-        self.num_experts,
-        f"at least model.moe.top_k={self.top_k}, or 0 for dense MLPs",
-      )
-    if self.num_experts and not self.expert_width:
-      errors.fail("model.moe.expert_width", 0, "a number above 0")
-    self._check_groups()
-    if self.latent_norm and not self.latent_width:
-      errors.fail(
-        "model.moe.latent_norm", True, "False with model.moe.latent_width=0"
-      )
-
-  def _check_groups(self):
-    groups, size = self.groups, self.num_experts // self.groups
-    least = f"groups of 2 experts and more, of {self.num_experts} in all"
-    reached = f"groups that have model.moe.top_k={self.top_k} experts together"
-    for wrong, name, accepted in (
-      (
-        groups > 1 and (size < 2 or self.num_experts % groups),
-        "groups",
-        f"equal {least}",
-      ),
-      (
-        self.top_groups > groups,
-        "top_groups",
-        f"at most model.moe.groups={groups}",
-      ),
-      (
-        groups > 1 and self.top_groups * size < self.top_k,
-        "top_groups",
-        reached,
-      ),
-    ):
-      if wrong:
-        errors.fail(f"model.moe.{name}", getattr(self, name), accepted)
+    none, groups = not self.num_experts, self.groups
+    self.require(
+      none or self.num_experts >= self.top_k,
+      "num_experts",
+      f"at least model.moe.top_k={self.top_k}, or 0 for dense MLPs",
+    )
+    self.require(none or self.expert_width, "expert_width", "a number above 0")
+    size, rest = divmod(self.num_experts, groups)
+    self.require(
+      groups == 1 or (size > 1 and not rest),
+      "groups",
+      f"equal groups of 2 experts and more, of {self.num_experts} in all",
+    )
+    self.require(
+      self.top_groups <= groups,
+      "top_groups",
+      f"at most model.moe.groups={groups}",
+    )
+    self.require(
+      groups == 1 or self.top_groups * size >= self.top_k,
+      "top_groups",
+      f"groups that have model.moe.top_k={self.top_k} experts together",
+    )
+    self.require(
+      self.latent_width or not self.latent_norm,
+      "latent_norm",
+      "False with model.moe.latent_width=0",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -494,26 +471,22 @@ class ModelConfig(fields.Checked, prefix="model"):
     self._check_pattern()
     if "attention" in self.sublayer_kinds:
       self._check_heads()
-    if self.moe.dense_layers > self.num_layers:
-      errors.fail(
-        "model.moe.dense_layers",
-        self.moe.dense_layers,
-        f"at most model.num_layers={self.num_layers}",
-      )
-    if self.attention.qkv_bias and self.depth_memory != "none":
-      errors.fail(
-        "model.attention.qkv_bias",
-        True,
-        f"False with model.depth_memory={self.depth_memory!r}",
-      )
-    block_size = self.residual.block_size
-    if block_size > self.num_sublayers:
-      errors.fail(
-        "model.residual.block_size",
-        block_size,
-        f"at most the {self.num_sublayers} sublayers of model.num_layers="
-        f"{self.num_layers}",
-      )
+    self.moe.require(
+      self.moe.dense_layers <= self.num_layers,
+      "dense_layers",
+      f"at most model.num_layers={self.num_layers}",
+    )
+    self.attention.require(
+      self.depth_memory == "none" or not self.attention.qkv_bias,
+      "qkv_bias",
+      f"False with model.depth_memory={self.depth_memory!r}",
+    )
+    self.residual.require(
+      self.residual.block_size <= self.num_sublayers,
+      "block_size",
+      f"at most the {self.num_sublayers} sublayers of model.num_layers="
+      f"{self.num_layers}",
+    )
 
   def check_num_blocks(self):
     """Refuses a number of blocks that no size of blocks gives.
@@ -535,30 +508,23 @@ class ModelConfig(fields.Checked, prefix="model"):
 
   def _check_pattern(self):
     accepted = f"one to {self.num_layers} (model.num_layers) mixers"
-    if not 1 <= len(self.mixers) <= self.num_layers:
-      errors.fail("model.mixers", self.mixers, accepted)
-    if not self.last_mixer and self.num_layers % len(self.mixers):
-      errors.fail(
-        "model.num_layers",
-        self.num_layers,
-        f"a multiple of the {len(self.mixers)} mixers of model.mixers, or an"
-        " explicit model.last_mixer",
-      )
+    number = len(self.mixers)
+    self.require(1 <= number <= self.num_layers, "mixers", accepted)
+    self.require(
+      self.last_mixer or self.num_layers % number == 0,
+      "num_layers",
+      f"a multiple of the {number} mixers of model.mixers, or an explicit"
+      " model.last_mixer",
+    )
 
   def _check_heads(self):
-    if not self.head_width and self.width % self.num_heads:
-      errors.fail(
-        "model.num_heads",
-        self.num_heads,
-        f"a divisor of model.width={self.width}, or an explicit"
-        " model.head_width",
-      )
-    if self.num_heads % self.kv_heads:
-      errors.fail(
-        "model.num_kv_heads",
-        self.num_kv_heads,
-        f"a divisor of model.num_heads={self.num_heads}",
-      )
+    self.require(
+      self.head_width or self.width % self.num_heads == 0,
+      "num_heads",
+      f"a divisor of model.width={self.width}, or an explicit model.head_width",
+    )
+    accepted = f"a divisor of model.num_heads={self.num_heads}"
+    self.require(self.num_heads % self.kv_heads == 0, "num_kv_heads", accepted)
     if self.rope_theta and self.head_size % 2:
       errors.fail(
         "model.head_width",

@@ -65,16 +65,16 @@ class DataConfig(fields.Checked, prefix="data"):
   def __post_init__(self):
     super().__post_init__()
     self._check_mixture()
-    if self.source != "stdlib" and not self.path and not self.paths:
-      errors.fail(
-        "data.path", self.path, f"a path, with data.source={self.source!r}"
-      )
-    if self.tokenizer not in ("bytes", "ids") and not self.tokenizer_path:
-      errors.fail(
-        "data.tokenizer_path",
-        self.tokenizer_path,
-        f"a vocabulary file, with data.tokenizer={self.tokenizer!r}",
-      )
+    self.require(
+      self.source == "stdlib" or self.path or self.paths,
+      "path",
+      f"a path, with data.source={self.source!r}",
+    )
+    self.require(
+      self.tokenizer in ("bytes", "ids") or self.tokenizer_path,
+      "tokenizer_path",
+      f"a vocabulary file, with data.tokenizer={self.tokenizer!r}",
+    )
 
   def each_path(self) -> tuple["DataConfig", ...]:
     """A config for each of `paths`; this one without any."""
@@ -84,16 +84,15 @@ class DataConfig(fields.Checked, prefix="data"):
     ) or (self,)
 
   def _check_mixture(self):
-    if self.paths and self.path:
-      errors.fail("data.path", self.path, "nothing, with data.paths")
-    if len(self.weights) != len(self.paths):
-      errors.fail(
-        "data.weights",
-        self.weights,
-        f"a number for each of the {len(self.paths)} data.paths",
-      )
-    if self.weights and abs(sum(self.weights) - 1) > 1e-6:
-      errors.fail("data.weights", self.weights, "numbers that add up to 1")
+    number = len(self.paths)
+    self.require(not (number and self.path), "path", "nothing, with data.paths")
+    self.require(
+      len(self.weights) == number,
+      "weights",
+      f"a number for each of the {number} data.paths",
+    )
+    is_1 = not self.weights or abs(sum(self.weights) - 1) <= 1e-6
+    self.require(is_1, "weights", "numbers that add up to 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +184,11 @@ class OptimConfig(fields.Checked, prefix="optim"):
         known = bool(equals) and 0 < float(factor) < math.inf
       except ValueError:
         known = False
-      if not known:
-        errors.fail(
-          "optim.rates",
-          self.rates,
-          "patterns with factors above 0, such as ('^residual/=10',)",
-        )
+      self.require(
+        known,
+        "rates",
+        "patterns with factors above 0, such as ('^residual/=10',)",
+      )
       _check_pattern("optim.rates", self.rates, pattern)
 
 
@@ -237,17 +235,16 @@ class TrainConfig(fields.Checked, prefix="train"):
   def __post_init__(self):
     super().__post_init__()
     steps = self.profile_steps
-    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-      errors.fail(
-        "train.profile_steps", steps, "() or two steps, such as (10, 12)"
-      )
-    options = self.compiler_options
-    if not all(re.fullmatch(r"\w+=.+", option) for option in options):
-      errors.fail(
-        "train.compiler_options",
-        options,
-        "options with values, such as ('xla_flag=value',)",
-      )
+    self.require(
+      not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]),
+      "profile_steps",
+      "() or two steps, such as (10, 12)",
+    )
+    self.require(
+      all(re.fullmatch(r"\w+=.+", one) for one in self.compiler_options),
+      "compiler_options",
+      "options with values, such as ('xla_flag=value',)",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,24 +363,20 @@ class RunConfig(fields.Checked):
   def __post_init__(self):
     super().__post_init__()
     parts = self.optim.accumulate_steps
-    if parts and self.data.batch_size % parts:
-      errors.fail(
-        "optim.accumulate_steps",
-        parts,
-        f"a divisor of data.batch_size={self.data.batch_size}",
-      )
-    self._check_parameter_dtype()
-
-  def _check_parameter_dtype(self):
-    """What adds small numbers to weights needs them in float32."""
-    found = self.model.parameter_dtype
+    self.optim.require(
+      not parts or self.data.batch_size % parts == 0,
+      "accumulate_steps",
+      f"a divisor of data.batch_size={self.data.batch_size}",
+    )
+    # What adds small numbers to weights needs them in float32.
+    is_wide = self.model.parameter_dtype == "float32"
     for prevents, why in (
       (self.train.average_last, "train.average_last"),
       (self.optim.qk_clip, "optim.qk_clip"),
       (self.mesh.stage != 1, "a pipeline (mesh.stage)"),
     ):
-      if found != "float32" and prevents:
-        errors.fail("model.parameter_dtype", found, f"'float32' with {why}")
+      accepted = f"'float32' with {why}"
+      self.model.require(is_wide or not prevents, "parameter_dtype", accepted)
 
   def with_vocab_size(self, vocab_size: int) -> "RunConfig":
     """The same run, with the tokenizer's vocabulary size filled in.
@@ -393,11 +386,10 @@ class RunConfig(fields.Checked):
     """
     if self.model.vocab_size >= vocab_size:
       return self
-    if self.model.vocab_size:
-      errors.fail(
-        "model.vocab_size",
-        self.model.vocab_size,
-        f"at least the tokenizer's {vocab_size} (or 0 to take it)",
-      )
+    self.model.require(
+      not self.model.vocab_size,
+      "vocab_size",
+      f"at least the tokenizer's {vocab_size} (or 0 to take it)",
+    )
     model = dataclasses.replace(self.model, vocab_size=vocab_size)
     return dataclasses.replace(self, model=model)

@@ -30,6 +30,7 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files as files_lib
+from attnres_jax.common import stores
 from attnres_jax.data import documents
 
 COMPRESSED = (".gz", ".zst")
@@ -104,7 +105,7 @@ class File(NamedTuple):
     copy = pathlib.Path(folder).expanduser() / key / self.path.name
     if not copy.exists():
       copy.parent.mkdir(parents=True, exist_ok=True)
-      partial = copy.with_name(f"{copy.name}.{os.getpid()}.tmp")
+      partial = pathlib.Path(stores.temporary_of(copy))
       with self.path.open("rb") as source, partial.open("wb") as target:
         shutil.copyfileobj(source, target, length=1 << 24)
       partial.replace(copy)

@@ -22,6 +22,7 @@ import safetensors.numpy
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
+from attnres_jax.common import stores
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Those of weights.
@@ -220,7 +221,7 @@ def _shards(entries: Iterable[Entry], most: int) -> Iterable[list[Entry]]:
 def _write(path: pathlib.Path, entries: Sequence[Entry]) -> None:
   size = sum(entry.num_bytes for entry in entries)
   files.check_space(path, size)
-  temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+  temporary = pathlib.Path(stores.temporary_of(path))
   arrays: Mapping[str, Any] = {entry.name: entry.array() for entry in entries}
   try:
     with files.explaining_full_disk(path, size):

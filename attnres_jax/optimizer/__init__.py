@@ -38,20 +38,11 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.optimizer import groups
 from attnres_jax.optimizer import muon
-from attnres_jax.optimizer.schedules import make_balance_schedule
-from attnres_jax.optimizer.schedules import make_schedule
-from attnres_jax.optimizer.schedules import settled_steps
-
-__all__ = [
-  "OPTIMIZERS",
-  "balance_update",
-  "make_balance_schedule",
-  "make_optimizer",
-  "make_schedule",
-  "settled_steps",
-  "trained",
-]
-
+from attnres_jax.optimizer.schedules import (
+  make_balance_schedule as make_balance_schedule,
+)
+from attnres_jax.optimizer.schedules import make_schedule as make_schedule
+from attnres_jax.optimizer.schedules import settled_steps as settled_steps
 
 _FROZEN = 2
 

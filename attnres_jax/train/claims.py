@@ -260,7 +260,7 @@ def _has_locks(workdir: epath.Path) -> bool:
   """Whether its file system supports locks. Some network disks do not."""
   if files.is_remote(workdir):
     return False
-  with open(workdir / LOCK, "a", encoding="utf-8") as file:
+  with _open_to_read(workdir) as file:
     try:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -272,12 +272,23 @@ def _has_locks(workdir: epath.Path) -> bool:
   return True
 
 
+def _open_to_read(workdir: epath.Path) -> IO[str]:
+  """The file of the lock, which may belong to another user."""
+  try:
+    return open(workdir / LOCK, "a", encoding="utf-8")
+  except PermissionError:
+    return open(workdir / LOCK, encoding="utf-8")
+
+
 def _lock(
   workdir: epath.Path, kind: int, patience_seconds: float
 ) -> IO[str] | None:
   """An open, locked file, or None if another process has the lock."""
   # Closed on exec, so that child processes do not keep the lock.
-  file = open(workdir / LOCK, "a", encoding="utf-8")
+  if kind == fcntl.LOCK_SH:
+    file = _open_to_read(workdir)
+  else:
+    file = open(workdir / LOCK, "a", encoding="utf-8")
   deadline = time.monotonic() + patience_seconds
   while True:
     try:

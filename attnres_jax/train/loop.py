@@ -47,7 +47,6 @@ def train_and_evaluate(
   workdir: epath.PathLike,
   *,
   resume_with_changed_config: bool = False,
-  any_size: bool = False,
   claim: claims.Claim | None = None,
   leave: Callable[[int], None] | None = None,
   plans: epath.PathLike = plans_lib.FILE,
@@ -59,7 +58,6 @@ def train_and_evaluate(
     workdir: its folder, local, gs:// or s3://; may hold an interrupted run.
     resume_with_changed_config: resume even if the folder's configuration or
       data differ in more than `run_folder.HARMLESS`.
-    any_size: train whatever the estimate of its size says.
     claim: of the folder, if the caller holds one; the caller releases it.
     leave: ends the process on a signal before the first step, when there is
       nothing to save and compiling cannot be interrupted. It receives the step
@@ -108,8 +106,7 @@ def train_and_evaluate(
     parameters = sum(
       leaf.size for leaf in jax.tree.leaves(program.abstract_state.model)
     )
-    if not any_size:
-      environment.check_size(config, program.abstract_state)
+    environment.check_size(program.abstract_state)
     descriptions = {split: d.describe() for split, d in datasets.items()}
     run_folder.refuse_foreign("--workdir", workdir)
     held = stack.enter_context(claims.held(workdir, claim))

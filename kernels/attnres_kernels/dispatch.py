@@ -93,16 +93,6 @@ def _ambient_device() -> Any:
   return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
-def high_and_low(
-  x: jax.Array, dtype: jax.typing.DTypeLike
-) -> tuple[jax.Array, jax.Array]:
-  """`x` rounded to a narrower dtype, and what is left of it, also rounded."""
-  limits = jnp.finfo(dtype)
-  # Not a cast there and back, which compilers may drop.
-  high = jax.lax.reduce_precision(x, limits.nexp, limits.nmant)
-  return high.astype(dtype), (x - high).astype(dtype)
-
-
 def accumulator(*arrays: jax.Array | None) -> jnp.dtype:
   """The dtype of scores, sums and states: float32, or float64 if any input is.
 

@@ -13,12 +13,14 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
+from attnres_jax.common import stores
 
 
-def test_full_disk_leaves_the_old_file(tmp_path):
+def test_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
   files.write(tmp_path / "file", "old")
-  temporary = tmp_path / f"file.{os.getpid()}.tmp"
+  temporary = tmp_path / "file.tmp"
   temporary.symlink_to("/dev/full")
+  monkeypatch.setattr(stores, "temporary_of", lambda path: str(temporary))
   with pytest.raises(OSError) as caught:
     files.write(tmp_path / "file", "new")
   assert caught.value.errno == errno.ENOSPC

@@ -88,6 +88,12 @@ def test_without_a_plan(file, tmp_path):
     assert "python -m attnres_jax.plan.search" in line and str(path) in line
 
 
+def test_another_file_is_refused(tmp_path):
+  (tmp_path / "rows.csv").write_text("program,seconds\nstep,1\n")
+  with pytest.raises(config_lib.ConfigError, match="^--plans: got '.*rows.csv"):
+    plans.resolve(_config(), DEVICES, tmp_path / "rows.csv")
+
+
 def test_a_plan_has_the_mesh(file):
   with pytest.raises(config_lib.ConfigError, match="mesh of your own"):
     plans.resolve(_config(**{"mesh.fsdp": 2}), DEVICES, file)

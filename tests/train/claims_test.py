@@ -13,6 +13,7 @@ import sys
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import stores
 from attnres_jax.train import claims
 from tests import tiny_run
 
@@ -114,6 +115,38 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
   line = str(error.value)
   assert re.match(r"--workdir: got '.*/file/run', expected a folder", line)
   assert "\n" not in line
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_who_may_only_read_sees_whether_it_is_held(tmp_path, monkeypatch, held):
+  claim = claims.acquire(tmp_path)
+  if not held:
+    claim.release()
+  known = open
+
+  def open_to_read(path, mode="r", **options):
+    if mode != "r":
+      raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    return known(path, mode, **options)
+
+  monkeypatch.setattr("builtins.open", open_to_read)
+  assert claims.is_held(tmp_path) == held
+  monkeypatch.undo()
+  claim.release()
+
+
+def test_of_two_with_one_pid_one_creates_a_file(tmp_path, monkeypatch):
+  """Containers that share a network disk may have the same process number."""
+  path, link = tmp_path / "lease", os.link
+
+  def late(temporary, target):
+    monkeypatch.setattr(os, "link", link)
+    assert stores.create(path, b"other")
+    link(temporary, target)
+
+  monkeypatch.setattr(os, "link", late)
+  assert not stores.create(path, b"mine!")
+  assert path.read_bytes() == b"other"
 
 
 def test_a_full_disk_keeps_a_lock_all_the_same(tmp_path, monkeypatch):
