@@ -157,6 +157,8 @@ def _cut(logits_BV, rows):
   # What is more likely than a token: it stays while that is not yet enough.
   before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
   stays_BV = (before_BV < rows.top_p[:, None]) | (rank_V == 0)[None]
+  # Rounded sums reach one before the last tokens.
+  stays_BV |= (rows.top_p >= 1)[:, None]
   stays_BV &= sorted_BV > -jnp.inf
   least_B1 = jnp.min(
     jnp.where(stays_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True

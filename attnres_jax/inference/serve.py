@@ -4,8 +4,8 @@
   python -m attnres_jax.inference.serve --workdir=runs/tiny
 
 and http://127.0.0.1:8000 is a page to try it. Any client of that API works with
-http://127.0.0.1:8000/v1 as its base. docs/inference.md has examples, limits and
-metrics. Needs `pip install "attnres-jax[serve]"`.
+http://127.0.0.1:8000/v1 as its base. docs/inference.md has examples; --help
+lists the limits. Needs `pip install "attnres-jax[serve]"`.
 """
 
 import argparse
@@ -130,7 +130,8 @@ def _make_server(
     server.should_exit = True
 
   # Otherwise a page of any web site could reach it by a name that it chose.
-  hosts = _LOCAL_HOSTS if _is_local(options.host) else ("*",)
+  local = _is_local(options.host)
+  hosts = (*_LOCAL_HOSTS, options.host) if local else ("*",)
   name = options.name or os.path.basename(os.path.abspath(options.workdir))
   app = app_lib.App(
     engine,

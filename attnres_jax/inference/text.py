@@ -84,20 +84,24 @@ def complete(
   """
   waiting = collections.deque(enumerate(requests))
   running: dict[int, tuple[int, Text]] = {}
-  while waiting or running:
-    while waiting and engine.num_free:
-      i, (request, stop) = waiting.popleft()
-      text = Text(text_format, request.prompt, stop)
-      running[engine.submit(request)] = i, text
-    for token in engine.step():
-      if token.request not in running:
-        continue  # A stop string has ended it, by a token of the same step.
-      i, text = running[token.request]
-      piece = text.take(token, i)
-      if piece.finish:
-        engine.cancel(token.request)
-        del running[token.request]
-      yield piece
+  try:
+    while waiting or running:
+      while waiting and engine.num_free:
+        i, (request, stop) = waiting.popleft()
+        text = Text(text_format, request.prompt, stop)
+        running[engine.submit(request)] = i, text
+      for token in engine.step():
+        if token.request not in running:
+          continue  # A stop string has ended it, by a token of the same step.
+        i, text = running[token.request]
+        piece = text.take(token, i)
+        if piece.finish:
+          engine.cancel(token.request)
+          del running[token.request]
+        yield piece
+  finally:  # The caller may leave early, and a request may be refused.
+    for number in running:
+      engine.cancel(number)
 
 
 class Text:

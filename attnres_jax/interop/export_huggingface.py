@@ -18,7 +18,6 @@ from typing import Any
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import trees
-from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import trained
 from attnres_jax.interop import config_table
@@ -77,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-  fields.accept("--shard_bytes", options.shard_bytes, int)
   path = weights_folder.check_new("--path", options.path)
   workdir, step = trained.find(options)
   config, model = checkpoint.load_model(workdir, step)
@@ -99,7 +97,7 @@ def _export(options: argparse.Namespace) -> None:
   origin = facts.get("source")
   card = _CARD.format(
     name=config.name, family=family, step=step,
-    origin=f"It began with the weights of `{origin}`.\n" if facts else "",
+    origin=f"It began with the weights of `{origin}`.\n" if origin else "",
     parameters=sum(a.size for a in trees.to_flat(model).values()),
     code=template.format(loaded=f'"{path.name}"{trusted}'),
   )  # fmt: skip

@@ -178,8 +178,9 @@ _DEEPSEEK = (
   key("n_shared_experts", "moe.num_shared"),
   key(*_FACTOR),
   key("first_k_dense_replace", "moe.dense_layers", kinds.Count),
-  key("n_group", "moe.groups", kinds.Size, 1),
-  key("topk_group", "moe.top_groups", kinds.Size, 1),
+  # Required: without them, transformers assumes 8 and 4.
+  key("n_group", "moe.groups"),
+  key("topk_group", "moe.top_groups"),
   key(
     "rope_interleave", "rope.pairs", bool, True,
     words={True: "neighbours", False: "halves"},

@@ -172,6 +172,8 @@ class Network(model_lib.TemplateLM):
         f"less than the {self.max_length} tokens of the network",
       )
     values = {n: found[n] for n in _SETTINGS if found.get(n) is not None}
+    if not found["do_sample"]:  # Without it, there may be no temperature.
+      values["temperature"] = 0.0
     ids = self.tok_encode(context)[-room:] or [self.prefix_token_id]
     # Each answer has other random numbers, repeats of a question too.
     self._num_answers += 1
@@ -182,11 +184,6 @@ class Network(model_lib.TemplateLM):
       frozenset(self._text_format.end_ids),
       stream=self._num_answers,
     ), stop
-
-  @property
-  def tokenizer_name(self) -> str:
-    tokenizer = self._text_format.tokenizer
-    return f"{tokenizer.name}-{tokenizer.vocab_size}"
 
 
 def find_tasks(names: Sequence[str], folder: str = "") -> Any:

@@ -100,11 +100,19 @@ def read(folder: str | os.PathLike) -> Source:
   all_dtypes = [one for one in all_dtypes if one in tensor_files.DTYPES]
   dtype = max(sorted(set(all_dtypes)), key=all_dtypes.count)
   plain = [rule for rule in rules if not rule.packed]
-  dtypes = {r.leaf: tensors[r.names[0]].dtype for r in plain}
+  dtypes = {rule.leaf: _dtype_of(rule, tensors) for rule in plain}
   dtypes = {leaf: one for leaf, one in dtypes.items() if one != dtype}
   return Source(
     folder, name, config, values, dtype, dtypes, rules, tensors, copies
   )
+
+
+def _dtype_of(
+  rule: rules_lib.Rule, tensors: Mapping[str, tensor_files.Tensor]
+) -> str:
+  """The dtype of a leaf's tensors, or if they differ, one that rounds none."""
+  found = {tensors[name].dtype for name in rule.names}
+  return found.pop() if len(found) == 1 else "F32"
 
 
 def _check_count(

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )  # fmt: skip
   add(
     "--tokenizer", default="",
-    help="vocabulary file if it is elsewhere, or `bytes`",
+    help="vocabulary file or its folder if it is elsewhere, or `bytes`",
   )  # fmt: skip
   return command_line.run(_import, parser.parse_args(argv))
 
@@ -85,7 +85,8 @@ def _import(options: argparse.Namespace) -> None:
   _check_vocabulary(config_lib.DataConfig(**described), folder, model_config)
   if path:
     copy = pathlib.Path(path).name
-    kept.setdefault(copy, pathlib.Path(path).read_bytes())
+    # In place of a file of the checkpoint that has the same name.
+    kept[copy] = pathlib.Path(path).read_bytes()
     described["tokenizer_path"] = str(workdir.absolute() / copy)
   config = config_lib.RunConfig(
     name=f"{source.family}_{folder.absolute().name}",
@@ -131,7 +132,8 @@ def _tokenizer(
   if given == "bytes":
     return "bytes", ""
   if given:
-    return "hf", str(files.check_path("--tokenizer", given, ()))
+    path = files.check_path("--tokenizer", given, ())
+    return "hf", str(path / _VOCABULARY if path.is_dir() else path)
   if _VOCABULARY not in kept:
     config_lib.fail_argument(
       "--path", str(folder), f"a folder with {_VOCABULARY} (or --tokenizer)"

@@ -546,12 +546,14 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
 
   def forward(
     self, input_ids, attention_mask=None, position_ids=None, cache=None,
-    past_key_values=None, labels=None, use_cache=None, logits_to_keep=0, **_,
+    past_key_values=None, labels=None, use_cache=None, logits_to_keep=0,
+    num_items_in_batch=None, **_,
   ):  # fmt: skip
     """Logits [B, T, V] in float32; with labels also their mean cross-entropy.
 
     `attention_mask` [B, S] is 0 at padding. `position_ids` [B, T] may only say
-    what follows from it. Labels of -100 are not learned.
+    what follows from it. Labels of -100 are not learned. `num_items_in_batch`
+    is the divisor of a sum over several batches, as Trainer states it.
     """
     cache = cache or past_key_values or Cache(0, [None] * self.num_layers)
     rows = rows_of(input_ids, cache.length, attention_mask, position_ids)
@@ -561,9 +563,12 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
       logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
     loss = None
     if labels is not None:
+      total = num_items_in_batch
       loss = functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-      )
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(),
+        reduction="mean" if total is None else "sum",
+      )  # fmt: skip
+      loss = loss if total is None else loss / total
     new = Cache(cache.length + input_ids.shape[1], layers)
     named = {_CACHE: new if use_cache else None}
     return CausalLMOutputWithPast(loss=loss, logits=logits, **named)

@@ -104,7 +104,9 @@ def _read_factor(
   if latent:
     # Otherwise, the part with positions would have a factor of its own.
     scale = below.take("mscale_all_dim", fields.Positive)
-    below.expect("mscale", scale)
+    mscale = below.take("mscale", fields.Positive)
+    if mscale != scale:
+      below.fail("mscale", mscale, f"{scale}, as mscale_all_dim")
   below.expect("attention_factor", 1.0 if latent else _temperature(factor, 1.0))
   return _temperature(factor, scale)
 

@@ -16,9 +16,10 @@ separator of documents, or as the tokenizer of an imported checkpoint does it.
 import argparse
 from collections.abc import Sequence
 import json
-import pathlib
 import sys
 import time
+
+from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
@@ -29,6 +30,7 @@ from attnres_jax.common import text_table
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import trained
+from attnres_jax.interop import config_table
 from attnres_jax.interop import scorer as scorer_lib
 from attnres_jax.interop import weights_folder
 from attnres_jax.train import checkpoint
@@ -61,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _score(options: argparse.Namespace) -> None:
   for name in ("limit", "length"):
     fields.accept(f"--{name}", getattr(options, name), fields.Count)
-  fields.accept("--num_fewshot", options.num_fewshot + 1, fields.Count)
+  if options.num_fewshot < -1:
+    config_lib.fail_argument(
+      "--num_fewshot", options.num_fewshot, "-1, or a number of examples"
+    )
   fields.accept("--slots", options.slots, fields.Size)
   names = [name for name in options.tasks.split(",") if name]
   if options.include_path:
@@ -69,7 +74,7 @@ def _score(options: argparse.Namespace) -> None:
   from attnres_jax.interop import harness  # An extra.
 
   workdir, step = trained.find(options)
-  out = pathlib.Path(options.out or workdir / f"scores_{step}.json")
+  out = epath.Path(options.out or workdir / f"scores_{step}.json")
   if out.exists():
     config_lib.fail_argument("--out", str(out), "a file that does not exist")
   files.check_folder("--out", str(out.parent))
@@ -79,7 +84,8 @@ def _score(options: argparse.Namespace) -> None:
   config, model = checkpoint.load_model(workdir, step, mesh)
   text_format = text_format_lib.of_data(config.data, workdir)
   facts, _ = weights_folder.origin(workdir, config)
-  longest = facts.get("config", {}).get("max_position_embeddings")
+  known = facts.get("config", {})
+  longest = next(filter(None, map(known.get, config_table.LENGTHS)), 0)
   length = options.length or longest or config.data.sequence_length
   scorer = scorer_lib.Scorer(mesh, length, options.batch_tokens)
   network = harness.Network(model, text_format, scorer, options.slots)
@@ -100,8 +106,8 @@ def _score(options: argparse.Namespace) -> None:
   results["environment"] = environment.facts() | dict(
     devices=mesh.size, seconds=time.perf_counter() - start
   )
-  out.parent.mkdir(parents=True, exist_ok=True)
-  files.write(out, json.dumps(results, indent=2) + "\n")
+  text = json.dumps(results, indent=2) + "\n"
+  files.write_output("--out", out, text, ["results"])
   rows = []
   for name, value in harness.numbers(results).items():
     task, _, metric = name.partition("/")

@@ -64,7 +64,7 @@ class Scorer:
   batch_tokens: int = 8192
 
   def __post_init__(self):
-    fields.accept("--length", self.length, fields.Tokens)
+    fields.accept("--length", self.length, fields.Size)
     fields.accept("--batch_tokens", self.batch_tokens, fields.Size)
     # (B, T, choices) of each program that was compiled.
     self.programs: set[tuple[int, int, int]] = set()

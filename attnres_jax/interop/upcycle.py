@@ -182,7 +182,8 @@ def _upcycle_run(options: argparse.Namespace) -> None:
     train=dataclasses.replace(config.train, start_from=""),
   )  # fmt: skip
   facts, also = weights_folder.origin(workdir, config)
-  facts = facts | {"upcycled_from": str(workdir)}
+  if facts:  # Of an import, whose family has no such network.
+    facts = facts | {"upcycled_from": str(workdir)}
   weights_folder.write(out, config, new, facts, also)
   count = sum(leaf.size for leaf in jax.tree.leaves(new.residual))
   print(f"{name}, {count:,} new parameters: {out}")

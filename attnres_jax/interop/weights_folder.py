@@ -6,7 +6,8 @@
   python -m attnres_jax.main --config=FOLDER/config.py --workdir=runs/tuned
 
 config.py, which is written with it, is the network with `train.start_from`.
-`interop.json` says where the network came from, and which files came with it.
+`interop.json` says what was imported, and which files came with it. Networks of
+our own runs have none: their texts open and end as in training.
 """
 
 from collections.abc import Mapping
@@ -73,7 +74,7 @@ def write(
     folder: new or empty.
     config: of the network and its data.
     model: the network.
-    facts: a JSON object about its origin.
+    facts: a JSON object about its import; empty for a network of ours.
     also: further files, such as the tokenizer's.
   """
   folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,8 @@ def write(
   saving = config_lib.CheckpointConfig(asynchronous=False)
   with checkpoint.Saver(folder, saving) as saver:
     saver.save(0, {"model": model}, info)
-  write_json(folder / FACTS, dict(facts) | {"files": sorted(also)})
+  if facts or also:
+    write_json(folder / FACTS, dict(facts) | {"files": sorted(also)})
   path = folder / _CONFIG_FILE
   files.write(path, _CONFIG_TEXT.format(path=path))
   files.write(folder / run_folder.CONFIG, config_lib.to_json(config))

@@ -110,6 +110,14 @@ def test_a_draw_depends_on_seed_and_position_only():
   assert len(set(alone[:, 0])) > 2
 
 
+def test_cuts_of_a_neighbour_leave_unlikely_tokens():
+  """Though the rounded probability of those before them is one."""
+  logits_BV = jnp.asarray([[0.0, -30.0], [0.0, -30.0]])
+  rows = _rows(2)._replace(top_p=jnp.asarray([1.0, 0.5]))
+  found = jax.jit(draw._cut)(logits_BV, rows)
+  np.testing.assert_array_equal(found, [[0.0, -30.0], [0.0, -np.inf]])
+
+
 @pytest.mark.parametrize(
   "bad",
   [

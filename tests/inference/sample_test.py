@@ -9,6 +9,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax.common import text_table
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import sample
@@ -66,6 +67,19 @@ def test_one_prompt_is_printed_as_it_is_drawn(run, model, capsys, monkeypatch):
   assert run(*flags) == 0
   assert len(flushed) == 5 and flushed[0].startswith("ab")
   assert "".join(flushed) + capsys.readouterr().out == f"ab{expected}\n"
+
+
+def test_a_loop_that_is_left_frees_its_slots(model):
+  engine = engine_lib.Engine(model, slots=2, length=16)
+  text_format = text_format_lib.own(TOKENIZER)
+  one = text.request(text_format, "ab", 9)
+  for _ in text.complete(engine, text_format, [(one, ())] * 3):
+    break
+  assert not engine.busy
+  long = text.request(text_format, "ab", 99)
+  with pytest.raises(config_lib.ConfigError, match="--num_tokens: got 99"):
+    list(text.complete(engine, text_format, [(one, ()), (long, ())]))
+  assert not engine.busy
 
 
 def test_beyond_the_trained_length(run, capsys, monkeypatch):

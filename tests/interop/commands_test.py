@@ -63,6 +63,23 @@ def test_activations_are_as_wide_as_the_files(source, tmp_path):
   assert config.data.tokenizer == "bytes"
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", ""])
+def test_a_tokenizer_elsewhere(source, tmp_path, name):
+  """It is used, though the checkpoint has a file of this name."""
+  import tokenizers
+
+  other = tmp_path / "other"
+  other.mkdir()
+  made = tokenizers.Tokenizer.from_str(small_checkpoint.tokenizer_json())
+  made.add_tokens(["another"])
+  made.save(str(other / "tokenizer.json"))
+  argv = [f"--path={source}", f"--workdir={tmp_path / 'a'}"]
+  assert IMPORT([*argv, f"--tokenizer={other / name}"]) == 0
+  config, _ = checkpoint.load_model(tmp_path / "a")
+  found = pathlib.Path(config.data.tokenizer_path).read_bytes()
+  assert found == (other / "tokenizer.json").read_bytes()
+
+
 def test_sampling(imported, capsys):
   argv = [f"--workdir={imported}", "--prompt=def", "--num_tokens=3"]
   assert sample.main(argv) == 0
@@ -212,7 +229,6 @@ def _run_of_ours(folder, config, factor):
   model = models.build_model(config.model)
   model = jax.tree.map(lambda a: a * factor, model)
   weights_folder.write(folder, config, model, {}, {})
-  (folder / weights_folder.FACTS).unlink()
 
 
 @pytest.mark.needs("transformers>=5")

@@ -201,12 +201,18 @@ _REFUSED = {
     (dict(topk_method="greedy"), "topk_method: got 'greedy', expected 'noaux"),
     (dict(norm_topk_prob=False), "norm_topk_prob: got False, expected True"),
     (dict(moe_layer_freq=2), "moe_layer_freq: got 2, expected 1"),
+    (dict(n_group=...), "n_group: got None, expected a value"),
+    (dict(topk_group=...), "topk_group: got None, expected a value"),
     (dict(n_group=3), "model.moe.groups: got 3, expected equal groups of 2"),
     (dict(n_group=4, topk_group=5), "top_groups: got 5, expected at most"),
     (dict(n_group=64, topk_group=1), "top_groups: got 1, expected groups that"),
     (
       dict(rope_scaling=YARN | dict(mscale=2.0, mscale_all_dim=1.0)),
       "rope_scaling: mscale: got 2.0, expected 1.0",
+    ),
+    (
+      dict(rope_scaling=YARN | dict(mscale_all_dim=1.0)),
+      "rope_scaling: mscale: got None, expected a value",
     ),
     (
       dict(rope_scaling=YARN),

@@ -59,6 +59,18 @@ def test_dtypes_of_leaves_are_kept(tmp_path):
     assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
+def test_layers_of_several_dtypes_are_not_rounded(tmp_path):
+  small_checkpoint.write(tmp_path, dtype="BF16")
+
+  def widen(arrays):
+    arrays[UP] = arrays[UP].astype(np.float32)
+
+  small_checkpoint.change_tensors(tmp_path, widen)
+  source = huggingface.read(tmp_path)
+  assert source.dtype == "BF16"
+  assert source.dtypes == {"sublayers/mlp/core/up/value": "F32"}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trips_are_bit_equal(tmp_path, family):
   model = small_checkpoint.write(tmp_path / "a", family, shard_bytes=60_000)

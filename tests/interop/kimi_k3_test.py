@@ -12,6 +12,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.common import trees
 from attnres_jax.interop import huggingface
+from attnres_jax.interop import layout
 from attnres_jax.interop import mxfp4
 from attnres_jax.interop import tensor_files
 from tests.interop import k3_reference
@@ -71,6 +72,14 @@ def test_logits(folder):
   expected = k3_reference.Network(*_reference(folder)).logits(tokens_T)
   assert expected.dtype == np.float64 and expected.std() > 0.3
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_as_many_heads_as_entries(tmp_path, monkeypatch):
+  """Then nothing is behind the heads of A_log."""
+  monkeypatch.setattr(layout, "_A_LOG_PARTS", 2)
+  model = small_checkpoint.write(tmp_path, "kimi_k3")
+  found = huggingface.load(huggingface.read(tmp_path))
+  jax.tree.map(np.testing.assert_array_equal, found, model)
 
 
 def test_shards_decode_their_own_part(folder):

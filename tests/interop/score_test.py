@@ -180,6 +180,31 @@ def test_scores_are_those_of_transformers(bos, tmp_path, quiet, capsys):
   assert ours["command"]["opening"] == ([256] if bos else [])
 
 
+def _without_model(harness):
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
+  text_format = text_format_lib.of_data(config_lib.DataConfig())
+  return harness.Network(None, text_format, scorer.Scorer(mesh, LENGTH))
+
+
+@LM_EVAL
+@pytest.mark.parametrize(
+  "options,temperature",
+  [
+    (dict(), 0.0),  # As of coqa and drop.
+    (dict(do_sample=False, temperature=0.7), 0.0),
+    (dict(temperature=0.7), 0.7),
+    (dict(do_sample=True, temperature=1.0), 1.0),
+  ],
+)
+def test_answers_are_greedy_unless_a_task_samples(options, temperature, quiet):
+  from attnres_jax.interop import harness
+
+  network = _without_model(harness)
+  options = dict(until=["e"], max_gen_toks=9) | options
+  request, stop = network._prompt("a", options)
+  assert request.settings.temperature == temperature and stop == ["e"]
+
+
 @LM_EVAL
 def test_bad_questions(tmp_path, quiet):
   from attnres_jax.interop import harness
@@ -187,9 +212,7 @@ def test_bad_questions(tmp_path, quiet):
   tasks = write_tasks(tmp_path)
   with pytest.raises(config_lib.ConfigError, match="tasks: got 'no_such'"):
     harness.find_tasks(["our_letters", "no_such"], tasks)
-  mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
-  text_format = text_format_lib.of_data(config_lib.DataConfig())
-  network = harness.Network(None, text_format, scorer.Scorer(mesh, LENGTH))
+  network = _without_model(harness)
   request = dataclasses.make_dataclass("Request", ["args"])
   for said, message in (
     (dict(num_beams=4), "generation_kwargs.num_beams: got 4"),
@@ -209,6 +232,7 @@ def test_the_command_refuses(tmp_path, capsys):
   for more, message in (
     (["--limit=-1"], "error: --limit: got -1"),
     (["--slots=0"], "error: --slots: got 0"),
+    (["--num_fewshot=-5"], "error: --num_fewshot: got -5"),
   ):
     assert score.main([*flags, *more]) == 2
     assert message in capsys.readouterr().err

@@ -119,6 +119,10 @@ class TestScores:
     np.testing.assert_allclose(total.sum(), 1, rtol=1e-5)
 
 
+def test_as_long_as_kimi_linear_says():
+  assert scorer.Scorer(_mesh(), length=2**20).length == 2**20
+
+
 @pytest.mark.parametrize(
   "text", [((1,), 1), ((1, 2), 0), ((1, 2), 2), ((1,) * (LENGTH + 2), 1)]
 )

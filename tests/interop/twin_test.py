@@ -132,6 +132,9 @@ def test_logits_gradients_and_text(case, tmp_path, monkeypatch):
   logits, gradient = _logits_and_gradient(model, tokens)
   np.testing.assert_allclose(out.logits.detach(), logits, atol=1e-4)
   assert np.std(logits) > 0.1
+  with torch.no_grad():
+    half = twin(ids, labels=ids, num_items_in_batch=4 * (LENGTH - 1)).loss
+  torch.testing.assert_close(half, out.loss.detach() / 2)
 
   # Trainable: the gradient of each tensor, as the export lays it out.
   out.loss.backward()

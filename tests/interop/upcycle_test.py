@@ -13,9 +13,11 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import trees
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import export_huggingface
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import upcycle
+from attnres_jax.interop import weights_folder
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.train import checkpoint
 from attnres_jax.train import loop
@@ -206,6 +208,16 @@ def test_the_command(folders, tmp_path, capsys):
   assert export_huggingface.main(argv) == 0
   config = json.loads((tmp_path / "out" / "config.json").read_text())
   assert config["model_type"] == "attnres"
+
+
+def test_texts_of_a_run_of_ours_open_and_end_as_before(plain, tmp_path):
+  config = config_lib.RunConfig(model=plain.config)
+  weights_folder.write(tmp_path / "a", config, plain, {}, {})
+  argv = [f"--workdir={tmp_path / 'a'}", f"--out={tmp_path / 'b'}", *SCHEME]
+  assert upcycle.main(argv) == 0
+  for name in "a", "b":
+    found = text_format_lib.of_data(config.data, tmp_path / name)
+    assert found.open_ids == found.end_ids == (256,)
 
 
 @pytest.mark.slow

@@ -142,9 +142,11 @@ class App:
     # A body makes many objects; a collection would visit all others, too.
     with watch.collector_frozen():
       self.service.start()
-      yield
-      self.service.stop()
-      self._depth.stop()
+      try:
+        yield
+      finally:  # After a second Ctrl-C, this task is cancelled.
+        self.service.stop()
+        self._depth.stop()
 
   async def _complete(self, body: bytes, reply: post.Reply) -> None:
     asked = api.Completion.parse(body)

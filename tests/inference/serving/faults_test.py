@@ -164,6 +164,15 @@ def test_a_failed_engine_answers_everybody(start):
   local_server.until(lambda: not server.app.service._jobs)
 
 
+def test_a_forced_exit_ends_the_engine(start):
+  """As after a second Ctrl-C, while a text is drawn."""
+  server = start()
+  with _busy(server, 1):
+    server._server.force_exit = True
+    server.close()
+  assert not server.app.service._thread.is_alive()
+
+
 @pytest.mark.parametrize(
   "body,status,param",
   [
