@@ -265,6 +265,7 @@ def connect(options: argparse.Namespace) -> None:
 
   Raises:
     ConfigError: only some are given, or JAX finds no cluster.
+    ConnectionError: the others cannot be reached, or have not come in time.
   """
   if not options.distributed:
     return
@@ -286,8 +287,11 @@ def connect(options: argparse.Namespace) -> None:
       fail("--coordinator_address", address, "host:port")
   try:
     jax.distributed.initialize(**given)
-  except (ValueError, RuntimeError, OSError) as error:
+  except ValueError as error:
     fail("--distributed", True, f"a cluster, or one named by {names} ({error})")
+  except RuntimeError as error:
+    # Such as a host that starts more than five minutes after the others.
+    raise ConnectionError(f"--distributed: {error}") from error
 
 
 def _with_fields(args: Sequence[str]) -> Iterator[str]:

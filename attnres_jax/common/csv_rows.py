@@ -15,12 +15,16 @@ from attnres_jax.common import files
 def write(
   path: os.PathLike[str] | str, rows: Iterable[Mapping[str, Any]]
 ) -> None:
-  """Writes the columns of all rows; cells without a value are empty."""
+  """Writes the columns of all rows; cells without a value are empty.
+
+  Without rows the file is empty, and so nobody's.
+  """
   rows = list(rows)
   columns = list(dict.fromkeys(name for row in rows for name in row))
   text = io.StringIO()
   writer = csv.DictWriter(text, columns, lineterminator="\n")
-  writer.writeheader()
+  if columns:
+    writer.writeheader()
   writer.writerows(rows)
   files.write(path, text.getvalue())
 

@@ -9,8 +9,8 @@ every row counts whatever the batch size. Batch n depends only on the data,
 processes take parts of one global batch.
 
 A mixture shuffles each of its paths by itself and takes rows of all of them in
-turns, in exact proportion to `weights`. Which path a row comes from depends on
-its number alone.
+turns, in proportion to `weights`, which grain rounds by less than a hundredth
+of the smallest. Which path a row comes from depends on its number alone.
 
 Threads read rows ahead; copying ids out of a file needs no worker processes.
 """

@@ -169,6 +169,9 @@ def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
   if (root / DATASET_FILE).is_file():
     return _prepared_files(field, root, split)
   files, shared = paths.splits(config, (".bin",))
+  for folder in {file.path.parent for file in files[split]}:
+    if (folder / DATASET_FILE).is_file():
+      _finished(field, folder)
   if shared and split == documents.VALIDATION:
     config_lib.fail(
       field,
@@ -250,21 +253,27 @@ def _from_llmc_header(file: paths.File) -> TokenFile:
 def _prepared_files(
   field: str, root: epath.Path, split: str
 ) -> list[TokenFile]:
-  dataset = read_dataset(f"config.{field}", root)
-  where = paths.File(field, DATASET_FILE, root)
-  if not dataset["complete"]:
-    where.fail("a finished folder: prepare was interrupted, rerun it to resume")
-  written = dataset["splits"][split]
+  written = _finished(field, root)["splits"][split]
   files = [
     read_header(paths.File(field, name, root / name))
     for name in written["files"]
   ]
   if sum(map(len, files)) != written["tokens"]:
-    where.fail(
+    paths.File(field, DATASET_FILE, root).fail(
       f"files of {written['tokens']} {split} tokens, as {DATASET_FILE} says"
       f" (they have {sum(map(len, files))})"
     )
   return files
+
+
+def _finished(field: str, folder: epath.Path) -> dict[str, Any]:
+  """The content of `dataset.json` of a folder that `prepare` has finished."""
+  dataset = read_dataset(f"config.{field}", folder)
+  if not dataset["complete"]:
+    paths.File(field, DATASET_FILE, folder).fail(
+      "a finished folder: prepare was interrupted, rerun it to resume"
+    )
+  return dataset
 
 
 def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:

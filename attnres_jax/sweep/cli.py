@@ -7,7 +7,8 @@
   report   the experiment's report, from what is finished
 
 An experiment passes its config file and a function that renders its report, a
-page that is also updated during a launch.
+page. During a launch it is updated every minute, and a line says how far the
+runs are.
 
 Runs that fail or have a damaged file do not stop the others; each gets a line
 on stderr, and the exit status is 1.
@@ -114,19 +115,24 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   selected = grid.select(runs, options.only)
   if options.dry_run:
     return launcher.launch(selected, folder, told)
-  with _every_minute(lambda: _write_report(experiment, folder)):
-    result = launcher.launch(selected, folder, told)
   launched = {run.name for run in selected}
-  # Some experiments look into every network, which may take minutes.
+
+  def report() -> list[monitor.Progress]:
+    progress = monitor.of_folder(folder)
+    ours = [one for one in progress if one.name in launched]
+    print(_line(ours, options.max_parallel), flush=True)
+    # Some experiments look into every network, which may take minutes.
+    _write_report(experiment, folder, progress)
+    return ours
+
+  with _every_minute(report):
+    result = launcher.launch(selected, folder, told)
   print("drawing the report", flush=True)
-  progress, path = _write_report(experiment, folder)
-  print(f"report: {path}")
+  progress = report()
+  print(f"report: {folder / REPORT}")
   # No launcher starts these.
   over = (state_lib.DAMAGED, state_lib.DIVERGED)
-  left = [
-    one for one in progress if one.status in over and one.name in launched
-  ]
-  return result or _outcome(left)
+  return result or _outcome([one for one in progress if one.status in over])
 
 
 def _check_data(runs: Sequence[grid.Run], offline: bool) -> None:
@@ -179,19 +185,26 @@ def _collect(experiment: Experiment, options: argparse.Namespace) -> int:
 
 
 def _report(experiment: Experiment, options: argparse.Namespace) -> int:
-  _known(options)
-  progress, path = _write_report(experiment, epath.Path(options.workdir))
-  print(path)
+  progress, folder = _known(options), epath.Path(options.workdir)
+  _write_report(experiment, folder, progress)
+  print(folder / REPORT)
   return _outcome(progress)
 
 
 def _write_report(
-  experiment: Experiment, folder: epath.Path
-) -> tuple[list[monitor.Progress], epath.Path]:
-  """Renders and writes the report; returns its path."""
-  progress, path = monitor.of_folder(folder), folder / REPORT
-  files.write(path, experiment.render(folder, progress))
-  return progress, path
+  experiment: Experiment,
+  folder: epath.Path,
+  progress: Sequence[monitor.Progress],
+) -> None:
+  files.write(folder / REPORT, experiment.render(folder, progress))
+
+
+def _line(progress: Sequence[monitor.Progress], parallel: int) -> str:
+  """How far the runs of a launch are."""
+  text = monitor.summary(progress, parallel)
+  running = [one for one in progress if one.status == state_lib.RUNNING]
+  steps = ", ".join(f"{one.name} {one.step}/{one.steps}" for one in running)
+  return f"{text}: {steps}" if steps else text
 
 
 def _is_bad(progress: monitor.Progress) -> bool:

@@ -61,7 +61,8 @@ ERROR = "error.txt"
 # How often a worker without --run tries a run that fails.
 MAX_TRIES = 3
 _POLL_SECONDS = 5.0
-_NONE_LEFT, _WAIT = -1, -2
+# In place of the name of a run.
+_NONE_LEFT, _WAIT = "", "..."
 
 Exit = exits.Exit
 
@@ -122,20 +123,25 @@ def work_all(folder: epath.PathLike, patience_seconds: float = 0.0) -> Exit:
   Returns:
     DONE if every run is done or held by a live worker; otherwise how one of the
     others ended.
+
+  Raises:
+    ConfigError: the folder has no sweep, or a damaged list of runs.
   """
   tries: collections.Counter[str] = collections.Counter()
   deadline = time.monotonic() + patience_seconds
   while True:
     names = folder_lib.names(folder)
+    if not names:
+      config_lib.fail_argument("--folder", str(folder), "the folder of a sweep")
     late = time.monotonic() >= deadline
-    choice = _choose(folder, names, tries, late) if _is_first() else 0
-    choice = _agree(choice)
-    if choice == _NONE_LEFT:
+    # Its name, since a launch may change the list while processes read it.
+    name = _choose(folder, names, tries, late) if _is_first() else ""
+    name = _agree_on_name(name)
+    if name == _NONE_LEFT:
       break
-    if choice == _WAIT:
+    if name == _WAIT:
       time.sleep(min(_POLL_SECONDS, patience_seconds))
       continue
-    name = names[choice]
     tries[name] += 1
     print(f"worker: {name}", flush=True)
     result = work(folder, name)
@@ -160,12 +166,17 @@ def _work(options: argparse.Namespace) -> int:
   if options.config is not None:
     folder_lib.check_source(options.folder, options.config)
   _keep_programs(options.folder)
-  command_line.connect(options)
-  if options.run is not None:
-    result = work(options.folder, options.run, options.patience_seconds)
-  else:
-    with _stopping_between_runs(options.distributed):
-      result = work_all(options.folder, options.patience_seconds)
+  try:
+    command_line.connect(options)
+    if options.run is not None:
+      result = work(options.folder, options.run, options.patience_seconds)
+    else:
+      with _stopping_between_runs(options.distributed):
+        result = work_all(options.folder, options.patience_seconds)
+  except (OSError, RuntimeError) as error:
+    # Such as a TPU that the process of an earlier attempt has not left yet.
+    _say_failure("", error)
+    result = exits.of_error(error)
   if result == Exit.AGAIN:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -214,8 +225,8 @@ def _choose(
   names: Sequence[str],
   tries: Mapping[str, int],
   late: bool,
-) -> int:
-  """The index of a run to train, _WAIT or _NONE_LEFT.
+) -> str:
+  """The name of a run to train, _WAIT or _NONE_LEFT.
 
   A run that kills its process is counted in its state only. After some attempts
   it makes way for the others, or a worker that is started again and again would
@@ -236,9 +247,10 @@ def _choose(
     with contextlib.suppress(config_lib.ConfigError):
       if claims.is_held(workdir):
         held = True
-      else:
+      # Its worker may have ended it since its state was read.
+      elif state_lib.read(workdir).status in state_lib.OPEN:
         folder_lib.read_run(folder, name)  # Damaged ones are left out.
-        return index
+        return name
   return _WAIT if held and not late else _NONE_LEFT
 
 
@@ -251,11 +263,20 @@ def _outcome(folder: epath.PathLike) -> Exit:
     if status == state_lib.DAMAGED:
       found.add(Exit.NEVER)
     elif status in state_lib.OPEN and not claims.is_held(workdir):
-      found.add(Exit.AGAIN)
+      found.add(_of_open(folder, name))
     elif status in (state_lib.REFUSED, state_lib.DIVERGED):
       found.add(Exit.NEVER if status == state_lib.REFUSED else Exit.DIVERGED)
   order = Exit.AGAIN, Exit.NEVER, Exit.DIVERGED, Exit.DONE
   return next(one for one in order if one in found)
+
+
+def _of_open(folder: epath.PathLike, name: str) -> Exit:
+  """Whether another worker can train an open run."""
+  try:
+    folder_lib.read_run(folder, name)
+  except config_lib.ConfigError:
+    return Exit.NEVER  # Its description is missing or damaged.
+  return Exit.AGAIN
 
 
 def _begin(
@@ -370,11 +391,19 @@ def _agree(value: int) -> int:
   return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
+def _agree_on_name(name: str) -> str:
+  """The same, for a name."""
+  if not jax.distributed.is_initialized():
+    return name
+  return claims.of_process_0(name)
+
+
 def _say_failure(name: str, error: Exception) -> None:
   """One line: where, and of a disk the bytes needed and free."""
   where = getattr(error, "filename", None) or name
   where = f"{where}: " if where else ""
-  _say(f"error: {where}{getattr(error, 'strerror', None) or error}")
+  text = str(getattr(error, "strerror", None) or error)
+  _say(f"error: {where}{' '.join(text.split())}")
 
 
 def _say(text: str) -> None:

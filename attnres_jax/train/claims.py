@@ -229,7 +229,7 @@ def held(
           f"--workdir: got {str(workdir)!r}, expected a folder that can be"
           f" written ({cause})"
         )
-  refusal = _of_process_0(str(error) if error is not None else "")
+  refusal = of_process_0(str(error) if error is not None else "")
   if error is not None:
     raise error
   if refusal:
@@ -367,8 +367,8 @@ def _bytes(holder: Holder) -> bytes:
   return json.dumps(dataclasses.asdict(holder)).encode()
 
 
-def _of_process_0(text: str) -> str:
-  """Broadcasts a text from process 0 to all processes."""
+def of_process_0(text: str) -> str:
+  """Broadcasts a short text from process 0 to all processes."""
   if jax.process_count() == 1:
     return text
   given = text.encode()[:_MESSAGE_BYTES]

@@ -11,11 +11,13 @@ from absl import flags as absl_flags
 from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
+import jax
 from ml_collections import config_flags
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import main
+from attnres_jax.common import command_line
 from attnres_jax.config import describe
 from attnres_jax.config import load
 from attnres_jax.inference import sample
@@ -291,6 +293,27 @@ def test_a_number_of_blocks_is_what_is_built(number, fits):
   else:
     with pytest.raises(config_lib.ConfigError, match="such as 4 or 8"):
       config_lib.load_config(SPEC, fields)
+
+
+@pytest.mark.parametrize(
+  "error,status",
+  [
+    (jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier\ntimed out"), 1),
+    (RuntimeError("Failed to recognize coordinator address"), 1),
+    (ValueError("coordinator_address should be defined."), 2),
+  ],
+)
+def test_processes_that_come_too_late_may_come_next_time(
+  error, status, monkeypatch, capsys
+):
+  def initialize(**given):
+    raise error
+
+  monkeypatch.setattr(jax.distributed, "initialize", initialize)
+  options = PARSERS["worker"].parse_args(["--folder=x", "--distributed"])
+  assert command_line.run(command_line.connect, options) == status
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith("error: --distributed: ")
 
 
 def test_an_absent_platform_is_one_line(tmp_path):

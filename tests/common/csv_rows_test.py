@@ -4,6 +4,12 @@
 from attnres_jax.common import csv_rows
 
 
+def test_no_rows_are_an_empty_file(tmp_path):
+  csv_rows.write(tmp_path / "rows.csv", [])
+  assert (tmp_path / "rows.csv").read_bytes() == b""
+  assert csv_rows.read(tmp_path / "rows.csv") == []
+
+
 def test_rows_come_back_as_text_with_the_columns_of_all(tmp_path):
   path = tmp_path / "rows.csv"
   csv_rows.write(path, [{"a": 1, "b": "x, y"}, {"c": None, "a": 0.5}])

@@ -134,6 +134,24 @@ class TestPrepare:
     self._prepare()
     assert self._contents() == expected
 
+  def test_a_part_of_a_text_is_refused_under_any_path(self):
+    self._prepare()
+    file = self.output / "dataset.json"
+    values = json.loads(file.read_text())
+    names = {
+      str(self.output), f"{self.output}/", f"{self.output}/*.bin",
+      f"{self.output}/train-00000.bin,{self.output}", str(self.output.parent),
+    }  # fmt: skip
+    for complete in (True, False):
+      file.write_text(json.dumps(values | {"complete": complete}))
+      for name in names:
+        config = self._prepared(path=name)
+        if complete:
+          assert data.open_dataset(config, "train").num_tokens
+          continue
+        with pytest.raises(config_lib.ConfigError, match="interrupted"):
+          data.open_dataset(config, "train")
+
   def test_a_kill_loses_nothing_that_was_whole(self):
     # The real command on the real corpus, killed after a few shards.
     command = [

@@ -3,6 +3,7 @@
 
 import pytest
 
+from attnres_jax.common import csv_rows
 from attnres_jax.common import topology
 from attnres_jax.plan import report
 from attnres_jax.scaling import grid
@@ -64,6 +65,17 @@ def test_changed_config_is_refused(main, source, tmp_path, capsys):
   tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,), **{"optim.b1": 0.5})
   assert main() == 2
   assert "config.optim.b1: 0.9 there, 0.5 here" in capsys.readouterr().err
+
+
+def test_rows_are_collected_before_and_after_a_run_is_done(
+  main, source, tmp_path
+):
+  run, *_ = tiny_sweep.prepare(tmp_path / "sweep", source)
+  assert main("collect") == 0
+  tiny_sweep.leave(tmp_path / "sweep", run)
+  assert main("collect") == 0
+  (row,) = csv_rows.read(tmp_path / "sweep" / cli.ROWS)
+  assert row["run"] == run.name
 
 
 def test_a_file_without_a_sweep(tmp_path, capsys):

@@ -323,6 +323,74 @@ def test_a_run_that_kills_its_worker_makes_way(sweep, monkeypatch):
   assert begun == [bad] * worker.MAX_TRIES + [good, bad]
 
 
+def test_a_run_without_a_description_is_not_tried_again(sweep):
+  """A worker that is started again for it would never end."""
+  folder, _ = sweep
+  shutil.rmtree(folder / _names(folder)[0])
+  assert worker.work_all(folder) == exits.Exit.NEVER
+
+
+def test_a_folder_without_a_sweep_is_no_sweep_that_is_done(tmp_path, capsys):
+  assert worker.main([f"--folder={tmp_path}/scalng"]) == exits.Exit.NEVER
+  assert "scalng', expected the folder of a sweep" in capsys.readouterr().err
+
+
+def test_a_run_that_has_diverged_meanwhile_is_not_taken(sweep, monkeypatch):
+  """Between the looks at its state and at its lock."""
+  folder, _ = sweep
+  state_lib.write(folder / _names(folder)[0], state_lib.State("running"))
+
+  def is_held(workdir):
+    state_lib.write(workdir, state_lib.State(state_lib.DIVERGED))
+    return False
+
+  monkeypatch.setattr(worker.claims, "is_held", is_held)
+  monkeypatch.setattr(worker, "work", None)
+  assert worker.work_all(folder) == exits.Exit.DIVERGED
+
+
+def test_all_processes_train_the_run_that_the_first_chooses(sweep, monkeypatch):
+  """A launch may change the order of the runs while they read it."""
+  folder, _ = sweep
+  *others, chosen = _names(folder)
+  values = {"source": "", "runs": [chosen, *others]}
+  (folder / folder_lib.SWEEP).write_text(json.dumps(values))
+  told, begun = [chosen, ""], []
+
+  def work(folder, name):
+    begun.append(name)
+    return exits.Exit.DONE
+
+  # As in the second of two processes.
+  monkeypatch.setattr(worker, "_is_first", lambda: False)
+  monkeypatch.setattr(worker, "_agree", lambda value: value)
+  monkeypatch.setattr(worker, "_agree_on_name", lambda name: told.pop(0))
+  monkeypatch.setattr(worker, "work", work)
+  assert worker.work_all(folder) == exits.Exit.DONE
+  assert begun == [chosen]
+
+
+def test_a_device_that_is_still_in_use_is_no_refusal(
+  sweep, monkeypatch, capsys
+):
+  folder, _ = sweep
+  workdir = folder / _names(folder)[0]
+  (workdir / state_lib.FILE).unlink()
+
+  def devices():
+    raise RuntimeError("Unable to initialize backend 'tpu':\nit is in use")
+
+  ended = []
+  monkeypatch.setattr(state_lib.jax, "devices", devices)
+  monkeypatch.setattr(worker.os, "_exit", ended.append)
+  worker.main([f"--folder={folder}"])
+  assert ended == [exits.Exit.AGAIN]
+  line = "error: Unable to initialize backend 'tpu': it is in use\n"
+  assert line in capsys.readouterr().err
+  assert not worker.claims.is_held(workdir)
+  assert state_lib.read(workdir) == state_lib.State()
+
+
 def test_no_worker_outlives_a_launcher_that_fails(sweep):
   """Its own error ends the launch; the workers are told to stop before."""
   folder, source = sweep
@@ -339,10 +407,12 @@ code = ("import signal, sys, time, pathlib;"
   "f.touch(); time.sleep(60)")
 worker.command = lambda folder, name, python: [
   python, "-c", code, f"{{folder}}/{{name}}/worker"]
-def tick(self):
+reap = local._Queue._reap
+def fail(self):
   if len(list(pathlib.Path({str(folder)!r}).glob("*/worker"))) == 2:
     raise RuntimeError("of the launcher")
-local._Report.tick = tick
+  reap(self)
+local._Queue._reap = fail
 experiment = cli.Experiment("sweep", "", "", "", lambda *_: "")
 cli.main(experiment, ["--config={source}", "--workdir={folder}",
                       "--max_parallel=2"])

@@ -8,8 +8,8 @@ another attempt may not meet is started again; one that diverged or was refused
 is not.
 
 On Ctrl-C or SIGTERM, the workers save and stop; a second signal kills them. If
-a worker of another launcher holds a run, this launcher waits for it, so that a
-launch ends when all runs have ended.
+a worker of another launcher holds a run, or a store fails, this launcher looks
+again after a while, so that a launch ends when all runs have ended.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,6 @@ from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
-from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
@@ -46,11 +45,10 @@ SETTINGS: Mapping[str, settings_lib.Setting] = {
 
 INTERRUPTED = 130
 _LOG_BYTES = 4096
-# Polling intervals: of the processes, of runs that others hold (on a disk and
-# in a bucket), and of reports.
+# Polling intervals: of the processes, and of runs that others hold, on a disk
+# and in a bucket.
 _TICK_SECONDS = 0.1
 _HELD_SECONDS, _HELD_REMOTE_SECONDS = 1.0, 15.0
-_REPORT_SECONDS = 60.0
 
 
 def launch(
@@ -77,7 +75,6 @@ class _Queue:
     options: launchers.Options,
     max_restarts: int,
   ):
-    max_parallel = options.max_parallel
     self._runs = list(runs)
     self._folder = folder
     self._options = options
@@ -85,11 +82,10 @@ class _Queue:
     self._restarts = {run.name: max_restarts for run in runs}
     # The run of each slot, and its process.
     self._slots: list[tuple[grid.Run, subprocess.Popen] | None]
-    self._slots = [None] * max_parallel
+    self._slots = [None] * options.max_parallel
     self._failed: list[str] = []
     self._full = False
     self._next_fill = 0.0
-    self._report = _Report(runs, folder, max_parallel)
     self.signals = 0
 
   def run(self) -> int:
@@ -100,9 +96,7 @@ class _Queue:
           self._waiting = []
         elif None in self._slots:
           self._fill()
-        self._report.tick()
         time.sleep(_TICK_SECONDS)
-      self._report.show()
     except BaseException:
       # No worker outlives its launcher; they save and stop.
       self.stop()
@@ -149,10 +143,13 @@ class _Queue:
         cores = _cores(slot, len(self._slots))
         self._slots[slot] = run, _start(run, self._folder, cores)
       except (OSError, ValueError) as error:
+        if files.is_remote(self._folder) and isinstance(error, OSError):
+          print(f"{error}; trying again", flush=True)
+          break
         self._full |= files.is_disk_full(error)
         self._fail(run, str(error))
       self._waiting.remove(run)
-    # The remaining runs are held by other workers.
+    # The remaining runs are held by other workers, or their store fails.
     remote = files.is_remote(self._folder)
     pause = _HELD_REMOTE_SECONDS if remote else _HELD_SECONDS
     self._next_fill = time.monotonic() + pause
@@ -164,17 +161,25 @@ class _Queue:
       self._slots[slot] = None
       self._next_fill = 0.0
       run, _ = taken
-      if code == exits.Exit.DONE:
-        print(f"{run.name} done", flush=True)
-      elif self.signals:
-        continue
-      elif code == exits.Exit.AGAIN and claims.is_held(self._folder / run.name):
+      try:
+        self._ended(run, code)
+      except OSError as error:  # Of the store, which `_fill` asks again.
+        print(f"{run.name}: {error}", flush=True)
         self._waiting.append(run)
-        self._next_fill = time.monotonic() + _HELD_SECONDS
-      elif code == exits.Exit.AGAIN and self._is_full(run):
-        self._full = True
-      else:
-        self._end(run, code)
+
+  def _ended(self, run: grid.Run, code: int) -> None:
+    """Decides what follows the end of a run's process."""
+    if code == exits.Exit.DONE:
+      print(f"{run.name} done", flush=True)
+    elif self.signals:
+      pass
+    elif code == exits.Exit.AGAIN and claims.is_held(self._folder / run.name):
+      self._waiting.append(run)
+      self._next_fill = time.monotonic() + _HELD_SECONDS
+    elif code == exits.Exit.AGAIN and self._is_full(run):
+      self._full = True
+    else:
+      self._end(run, code)
 
   def _end(self, run: grid.Run, code: int) -> None:
     """Starts a run again after an error, or reports it."""
@@ -245,43 +250,6 @@ def _signals_to(queue: _Queue) -> Iterator[None]:
   finally:
     for kind, handler in previous.items():
       signal.signal(kind, handler)
-
-
-class _Report:
-  """A line of progress per minute."""
-
-  def __init__(
-    self, runs: Sequence[grid.Run], folder: epath.Path, max_parallel: int
-  ):
-    self._runs = runs
-    self._folder = folder
-    self._max_parallel = max_parallel
-    # Progress of finished runs, which are not read again.
-    self._final: dict[str, monitor.Progress] = {}
-    self._next = time.monotonic() + _REPORT_SECONDS
-
-  def tick(self) -> None:
-    if time.monotonic() >= self._next:
-      self.show()
-      self._next = time.monotonic() + _REPORT_SECONDS
-
-  def show(self) -> None:
-    found = [self._of(run) for run in self._runs]
-    text = monitor.summary(found, self._max_parallel)
-    running = [one for one in found if one.status == state_lib.RUNNING]
-    if running:
-      text += ": " + ", ".join(
-        f"{one.name} {one.step}/{one.steps}" for one in running
-      )
-    print(text, flush=True)
-
-  def _of(self, run: grid.Run) -> monitor.Progress:
-    found = self._final.get(run.name) or monitor.of_run(
-      self._folder, run.name, whole=False
-    )
-    if found.status == state_lib.DONE:
-      self._final[run.name] = found
-    return found
 
 
 def _command(folder: epath.PathLike, run: grid.Run) -> list[str]:

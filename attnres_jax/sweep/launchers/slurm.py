@@ -8,9 +8,9 @@ This launcher only writes a script;
 submits it to the cluster. Each job of the array trains one run, with a process
 per GPU; `srun` starts them, and JAX connects them by SLURM's variables. Before
 the time limit of a job, its run saves and stops, and the job is queued again.
-So is a job that is preempted, loses a node or meets an error that another
-attempt may not meet, up to `max_restarts` times. A run that diverged or was
-refused is not.
+So is a job that is preempted or loses a node and, up to `max_restarts` times,
+one whose process is killed or meets an error that another attempt may not meet.
+A run that diverged or was refused is not.
 """
 
 from collections.abc import Sequence
@@ -82,6 +82,9 @@ def script(
   last = len(names) - 1
   # For a run in a bucket, only SLURM's own output is kept here.
   logs = "." if files.is_remote(folder) else folder
+  # A line for each error of a job, over all of its restarts.
+  job = "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
+  errors = f"{shlex.quote(logs)}/slurm-{job}.errors"
   directives = {
     "job-name": "attnres",
     "array": f"0-{last}%{options.max_parallel}",
@@ -108,12 +111,14 @@ def script(
   lines += [
     f"srun --kill-on-bad-exit=1 {' '.join(words)}",
     "status=$?",
-    "restarts=${SLURM_RESTART_COUNT:-0}",
-    f"if [ $status = {int(exits.Exit.STOPPED)} ] ||"
-    f" {{ [ $status = {int(exits.Exit.AGAIN)} ] &&"
-    f" [ $restarts -lt {given.max_restarts} ]; }}; then",
-    '  scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
+    f"again=$([ $status = {int(exits.Exit.STOPPED)} ] && echo yes)",
+    # srun says 128 and more of signals, which also end the processes of a run
+    # whose neighbour has failed.
+    f"if [ $status = {int(exits.Exit.AGAIN)} ] || [ $status -gt 128 ]; then",
+    f"  echo $status >>{errors}",
+    f"  [ $(wc -l <{errors}) -le {given.max_restarts} ] && again=yes",
     "fi",
+    f'[ "$again" ] && scontrol requeue "{job}"',
     "exit $status",
   ]
   return "\n".join(lines) + "\n"

@@ -69,7 +69,6 @@ def test_whole_sweep(laptop):
     low, high = fit.exponent()[1:]
     assert low < 0.1 < high or fit.law.exponent == pytest.approx(0.1, rel=0.02)
   assert f"{fits['prenorm'].law.exponent:.4f}<small>[" in text
-  assert "at size s, by seed: +0.0001" in text
   # Full AttnRes is 0.02 below PreNorm everywhere.
   assert text.count("<small>(\N{MINUS SIGN}0.0200 ±") == 4
   for label in compute_lib.COUNTINGS:

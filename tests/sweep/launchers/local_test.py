@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import local
+from attnres_jax.train import claims
 from tests.sweep import tiny_sweep
 
 # Behaves according to its seed, and writes lines to `acts`.
@@ -75,8 +75,6 @@ def sweep(tmp_path, monkeypatch):
     seeds = tuple(range(len(kinds)))
     source = tiny_sweep.write(tmp_path / "tiny.py", seeds=seeds)
     runs = tiny_sweep.prepare(tmp_path / "sweep", source)
-    for run in runs:
-      tiny_sweep.leave(tmp_path / "sweep", run, status=state_lib.PENDING)
     script = tmp_path / "worker.py"
     script.write_text(f"KINDS = {kinds}\n{_WORKER}")
     monkeypatch.setattr(
@@ -111,7 +109,7 @@ class Sweep:
       time.sleep(0.02)
 
 
-def test_all_done(sweep, capfd):
+def test_all_done(sweep):
   found = sweep("ok", "ok", "ok")
   assert found.launch() == 0
   assert found.acts == [
@@ -119,7 +117,6 @@ def test_all_done(sweep, capfd):
   ]
   log = found.folder / found.runs[1].name / folder_lib.LOG
   assert log.read_text() == "printed by 1\n"
-  assert "3/3 done" in capfd.readouterr().out
   # Again: nothing is left to do.
   assert found.launch() == 0
   assert len(found.acts) == 6
@@ -133,7 +130,6 @@ def test_a_failed_run_stops_no_other(sweep, capfd):
   out = capfd.readouterr().out
   assert "failed (exit status 1): Error: on purpose; see" in out
   assert "failed (killed by signal 9)" in out
-  assert "2/4 done" in out
   # The next launch tries again what failed, and only that.
   before = len(found.acts)
   assert found.launch() == 1
@@ -210,6 +206,44 @@ def test_busy_runs_are_looked_at_again(sweep):
   assert found.launch() == 0
   assert found.acts.count("seed0 starts") == 2
   assert "seed0 ends" in found.acts
+
+
+def test_a_store_that_fails_when_a_worker_ends_is_asked_again(
+  sweep, monkeypatch, capsys
+):
+  found = sweep("busy", "ok")
+  is_held, failed = claims.is_held, []
+
+  def fail_once(workdir):
+    its_end = workdir.name.startswith("seed0") and found.acts
+    if its_end and not failed:
+      failed.append(workdir)
+      raise OSError("the store fails")
+    return is_held(workdir)
+
+  monkeypatch.setattr(claims, "is_held", fail_once)
+  assert found.launch() == 0
+  assert found.acts.count("seed0 starts") == 2 and "seed0 ends" in found.acts
+  assert failed and ": the store fails" in capsys.readouterr().out
+
+
+def test_a_store_that_fails_before_a_worker_starts_is_asked_again(
+  sweep, monkeypatch, capsys
+):
+  found = sweep("ok")
+  answers = [[], OSError("the store fails")]
+
+  def todo(*_):
+    answer = answers.pop()
+    if isinstance(answer, OSError):
+      raise answer
+    return answer
+
+  monkeypatch.setattr(launchers, "todo", todo)
+  monkeypatch.setattr(local.files, "is_remote", lambda path: True)
+  monkeypatch.setattr(local, "_HELD_REMOTE_SECONDS", 0.1)
+  assert found.launch() == 0
+  assert not answers and "trying again" in capsys.readouterr().out
 
 
 def test_a_run_that_another_worker_has_is_left_to_it(sweep):
@@ -290,15 +324,3 @@ def test_cores_are_shared_out(monkeypatch):
   shares = [local._cores(slot, 2) for slot in range(2)]
   assert sorted(sum(shares, [])) == [0, 1, 2, 5, 7]
   assert {len(share) for share in shares} == {2, 3}
-
-
-def test_names_and_settings_of_launchers():
-  options = launchers.Options()
-  assert launchers.load("local", options) is local
-  with pytest.raises(config_lib.ConfigError, match="^--launcher: got 'slrum'"):
-    launchers.load("slrum", options)
-  options = launchers.Options(settings={"image": "x"})
-  with pytest.raises(
-    config_lib.ConfigError, match="^--set: got 'image'.*restarts"
-  ):
-    launchers.load("local", options)

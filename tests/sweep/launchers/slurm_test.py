@@ -45,7 +45,9 @@ def run(text, folder, task, srun_status):
   }
   path = folder / "sweep.sbatch"
   path.write_text(text)
-  ended = subprocess.run(["bash", str(path)], env=environment, timeout=60)
+  ended = subprocess.run(
+    ["bash", str(path)], env=environment, cwd=folder, timeout=60
+  )
   return calls.read_text().splitlines(), ended.returncode
 
 
@@ -62,17 +64,19 @@ def test_each_task_trains_its_run(tmp_path, task):
   ]  # fmt: skip
 
 
-@pytest.mark.parametrize("restarts", [0, 3])
-def test_only_what_may_end_otherwise_queues_up_again(
-  tmp_path, monkeypatch, restarts
-):
-  monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
-  for ended in range(6):
-    calls, status = run(script_of({}), tmp_path, 1, ended)
+@pytest.mark.parametrize("folder", ["gs://bucket/sweep", "a sweep"])
+def test_only_what_may_end_otherwise_queues_up_again(tmp_path, folder):
+  """Stopped before a time limit; failed or killed, if not too often."""
+  (tmp_path / "a sweep").mkdir()
+  text = script_of({"max_restarts": "3"}, folder=folder)
+  for ended, expected in [
+    (0, False), (2, False), (3, False), (5, False), (4, True), (1, True),
+    (137, True), (4, True), (134, True), (4, True), (1, False), (137, False),
+    (4, True),
+  ]:  # fmt: skip
+    calls, status = run(text, tmp_path, 1, ended)
     assert status == ended
     again = calls[calls.index("scontrol") :] if "scontrol" in calls else []
-    # Stopped before a time limit, or failed and not too often.
-    expected = ended == 4 or (ended == 1 and restarts < 3)
     assert again == (["scontrol", "requeue", "77_1"] if expected else [])
 
 
