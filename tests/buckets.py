@@ -124,17 +124,15 @@ class Proxy(socketserver.ThreadingTCPServer):
   Attributes:
     share: of connections that fail.
     ways: of failing: a status such as 503, or "cut" after the request arrived.
-    bytes_per_second: limit of each direction; 0 for none.
     failures: how many connections have failed so far.
   """
 
   allow_reuse_address = True
   daemon_threads = True
 
-  def __init__(self, url, share=0.0, ways=(503,), bytes_per_second=0, seed=0):
+  def __init__(self, url, share=0.0, ways=(503,), seed=0):
     self.target = ("127.0.0.1", int(url.rpartition(":")[2]))
     self.share, self.ways = share, ways
-    self.bytes_per_second = bytes_per_second
     self.failures = 0
     self.rng = random.Random(seed)
     super().__init__(("127.0.0.1", 0), _Passing)
@@ -177,7 +175,6 @@ class _Passing(socketserver.BaseRequestHandler):
           answer = self._all(server)
         if way == "cut":  # Done by the server; the client never learns it.
           return
-        self._pace(len(body) + len(answer))
         self.request.sendall(answer)
         return
 
@@ -220,7 +217,3 @@ class _Passing(socketserver.BaseRequestHandler):
     while part := source.recv(65536):
       parts.append(part)
     return b"".join(parts)
-
-  def _pace(self, size):
-    if self.server.bytes_per_second:
-      time.sleep(size / self.server.bytes_per_second)

@@ -61,12 +61,6 @@ def test_the_path_that_a_mixture_reads_most_often(tmp_path):
   assert data.epochs(config, counts, 1000) == pytest.approx(2.0)
 
 
-def test_no_such_data_is_named():
-  config = config_lib.DataConfig(source="tokens", path="/nowhere")
-  with pytest.raises(config_lib.ConfigError, match="data.path: got '/nowhere'"):
-    data.count_tokens(config)
-
-
 @pytest.mark.parametrize(
   "fields, message",
   [
@@ -84,18 +78,6 @@ def test_runs_whose_text_does_not_fit_are_refused(fields, message, offline):
     return
   with pytest.raises(config_lib.ConfigError, match=message):
     data.check(config, offline=offline)
-
-
-@pytest.mark.parametrize("vocabulary", [{}, {"model.vocab_size": 0}])
-@pytest.mark.parametrize("scale", ["pod", "paper"])
-def test_large_scales_ask_for_a_text(scale, vocabulary):
-  config = config_lib.load_config(
-    f"configs/scaling.py:scale={scale}", vocabulary
-  )
-  with pytest.raises(
-    config_lib.ConfigError, match="python -m attnres_jax.data.prepare"
-  ):
-    data.check(config, offline=True)
 
 
 def test_a_run_checks_the_text_that_it_has_opened(tmp_path, monkeypatch):

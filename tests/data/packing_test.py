@@ -200,12 +200,6 @@ class TestTokens:
         np.testing.assert_array_equal(read, ids[start:stop])
         assert read.dtype == np.int32
 
-  def test_refuses_positions_outside(self):
-    _, tokens = _tokens(4)
-    for start, stop in ((-1, 2), (0, 5), (3, 2)):
-      with pytest.raises(IndexError):
-        tokens.read(start, stop)
-
   def test_refuses_ids_outside_the_vocabulary(self):
     # 2**31 and above would turn negative, and pass, once they are int32.
     for dtype, bad in ((np.uint16, 10), (np.uint32, 2**32 - 1)):
@@ -217,28 +211,3 @@ class TestTokens:
       message = f"token id {bad} .* size 10"
       with pytest.raises(packing.DataError, match=message):
         tokens.read(1, 3)
-
-
-class TestPackedRows:
-  @pytest.mark.parametrize("length", (1, 4, 7, 100))
-  @pytest.mark.parametrize("lengths", ((40,), (5, 23, 12), (9,), (1,)))
-  def test_every_token_but_the_first_is_a_target_once(self, length, lengths):
-    ids, tokens = _tokens(*lengths, separator_id=None)
-    rows = packing.PackedRows(tokens, length)
-    targets = []
-    for row in rows:
-      assert row["tokens"].shape == row["counts"].shape == (length + 1,)
-      assert row["counts"].any()
-      targets.extend(row["tokens"][1:][row["counts"][1:] > 0])
-    np.testing.assert_array_equal(targets, ids[1:])
-
-  def test_segment_ids_need_a_separator(self):
-    _, tokens = _tokens(20, separator_id=None)
-    with pytest.raises(ValueError, match="separator"):
-      packing.PackedRows(tokens, 4, segment_ids=True)
-
-  def test_refuses_rows_outside(self):
-    _, tokens = _tokens(20)
-    for index in (-1, 5):
-      with pytest.raises(IndexError):
-        packing.PackedRows(tokens, 4)[index]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token files, written here byte by byte from their description."""
 
-import hashlib
 import json
 import struct
 
@@ -207,15 +206,6 @@ class TestTokenFiles:
     file.write_text(json.dumps(good | change))
     message = "dataset.json', expected a file that prepare has written"
     with pytest.raises(config_lib.ConfigError, match=message):
-      data.open_dataset(self._config(), "train")
-
-  def test_hash_of_the_sidecar_is_checked(self):
-    digest = hashlib.sha256(_raw(_IDS)).hexdigest()
-    sidecar = {"dtype": "uint16", "count": 12, "sha256": digest}
-    self._write("x.bin", _raw(_IDS), sidecar)
-    assert self._read(self._config()) == _IDS
-    self._write("x.bin", _raw([1] + _IDS[1:]), sidecar)
-    with pytest.raises(config_lib.ConfigError, match="SHA-256"):
       data.open_dataset(self._config(), "train")
 
   def test_ids_outside_the_vocabulary(self):

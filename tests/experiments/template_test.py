@@ -13,7 +13,6 @@ import pytest
 
 from attnres_jax.common import csv_rows
 from tests import tiny_run
-from tests.sweep import tiny_sweep
 
 TEXT = (tiny_run.ROOT / "docs" / "extend.md").read_text()
 
@@ -24,7 +23,7 @@ def test_recipe(tmp_path, monkeypatch, capfd):
   commands = re.search(r"^```\n(.*?)^```$", section, re.S | re.M)[1]
   template = tiny_run.ROOT / "experiments" / "TEMPLATE"
   shutil.copytree(template, tmp_path / "experiments" / "TEMPLATE")
-  for name, value in tiny_sweep.environment().items():
+  for name, value in tiny_run.environment().items():
     monkeypatch.setenv(name, value)  # Of the workers.
   monkeypatch.chdir(tmp_path)
   # The rest of `experiments`, and `configs`, is where it always is.

@@ -15,7 +15,6 @@ from attnres_jax.plan import report as aot_report
 from attnres_jax.train import loop
 from tests import tiny_run
 from tests.fuzz import laws
-from tests.sweep import tiny_sweep
 
 CONFIGS = (
     f"{tiny_run.ROOT}/configs/lm.py:size=micro",
@@ -26,7 +25,7 @@ CONFIGS = (
     f"{tiny_run.ROOT}/README.md",
     f"{tiny_run.ROOT}",
 )  # fmt: skip
-# Invalid config files, and sweeps that fail.
+# Invalid config files.
 SOURCES = {
   "syntax": "def get_config(arg=None:\n",
   "import": "import nothing_of_this_name\n",
@@ -35,10 +34,9 @@ SOURCES = {
   "recursion": "def get_config(arg):\n  return get_config(arg)\n",
   "other": "def get_config(arg):\n  return [1]\n",
   "empty": "",
-  "not_callable": "get_config = 3\nsweep = 3\n",
-  "no_runs": "def get_config(arg): ...\ndef sweep(add): ...\n",
-  "bad_run": "def get_config(arg): ...\ndef sweep(add):\n  add(x=1)\n",
-  "no_arguments": "def get_config(): ...\ndef sweep(): ...\n",
+  "not_callable": "get_config = 3\n",
+  "nothing": "def get_config(arg): ...\n",
+  "no_arguments": "def get_config(): ...\n",
   "encoding": b"x = '\xff\xfe'\n",
   "null": b"x = 1\0\n",
 }
@@ -62,11 +60,6 @@ def here(tmp_path, monkeypatch):
   for name, text in SOURCES.items():
     data = text if isinstance(text, bytes) else text.encode()
     (tmp_path / f"{name}.py").write_bytes(data)
-  tiny_sweep.write(tmp_path / "good.py")
-  (tmp_path / "texts").mkdir()
-  (tmp_path / "texts" / "a.txt").write_text("some text " * 50)
-  (tmp_path / "texts" / "b.jsonl").write_text('{"text": "a"}\n' * 9)
-  (tmp_path / "deep.json").write_text("[" * 100_000)
   return tmp_path
 
 
@@ -105,7 +98,6 @@ def test_commands_with_flags(here, monkeypatch, explore):
   bad_file = st.sampled_from(sources).map(lambda one: [one, "--workdir=x"])
 
   explore(
-    "command lines (main, flops, plan)",
     lambda name, line: laws.outcome(call, name, line),
     st.sampled_from(sorted(commands)),
     st.one_of(lines, with_config, bad_file),

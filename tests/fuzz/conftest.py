@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws cases, and says at the end how many the fuzzer has tried."""
-
-import collections
+"""Draws cases."""
 
 import hypothesis
 from hypothesis import strategies as st
@@ -9,12 +7,10 @@ import pytest
 
 
 @pytest.fixture
-def explore(cases, record_property):
+def explore(cases):
   """Calls a check with as many draws as `laws.shares` says; always the same."""
 
-  def explore(what, check, *strategies):
-    tried = 0
-
+  def explore(check, *strategies):
     @hypothesis.settings(
       max_examples=cases,
       derandomize=True,
@@ -25,26 +21,8 @@ def explore(cases, record_property):
     )
     @hypothesis.given(st.tuples(*strategies))
     def run(drawn):
-      nonlocal tried
-      tried += 1
       check(*drawn)
 
     run()
-    record_property(f"cases of {what}", tried)
 
   return explore
-
-
-def pytest_terminal_summary(terminalreporter):
-  counts = collections.Counter()
-  for reports in terminalreporter.stats.values():
-    for report in reports:
-      if getattr(report, "when", None) != "call":
-        continue
-      for name, value in report.user_properties:
-        if name.startswith("cases of "):
-          counts[name.removeprefix("cases of ")] += value
-  if counts:
-    terminalreporter.section("fuzzer")
-    for name, count in sorted(counts.items()):
-      terminalreporter.line(f"{count:6d} cases of {name}")

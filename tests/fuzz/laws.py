@@ -8,27 +8,15 @@ never a traceback.
 import contextlib
 import io
 
-from hypothesis import strategies as st
 import pytest
 
-from attnres_jax.common import command_line
-
-# Numbers, texts and types of values that no field or flag expects.
-NUMBERS = (
-    -1, 0, 1, 2, 3, 7, 1000, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 10**12, 10**20,
-    10**400, -(2**63), 0.0, -0.0, 0.5, 1.0, 1.5, 1e-300, 1e-45, 1e-9, 1e38,
-    1e39, 1e300, float("inf"), -float("inf"), float("nan"),
-)  # fmt: skip
+# Texts that no field or flag expects.
 TEXTS = (
     "", " ", "a", "nan", "1e3", "0x10", "prenorm", "full_attnres", "kda",
     "../..", "/", "/dev/null", "/dev/null/x", "/proc/self/x", "~nobody/x", "~",
     "s3://bucket/x", "gs://bucket/x", "foo://x", "://", "a=b", "a:b", "a,b",
     "*", "[", "**", "é", "a\0b", "\udc80", "x\ny", "x" * 300, "x" * 5000,
 )  # fmt: skip
-OTHERS = (True, False, None, (), [], {}, [[]], {"a": 1}, ("kda",) * 9, b"x")
-
-texts = st.sampled_from(TEXTS)
-values = st.sampled_from(NUMBERS + TEXTS + OTHERS) | st.integers() | st.floats()
 
 
 def shares(default, slow):
@@ -58,8 +46,3 @@ def outcome(command, *args, per_run=False):
     assert err.startswith("error: ") and err.count("\n") == 1, err
   assert not per_run or all(line[:7] == "error: " for line in err.splitlines())
   return status, out, err
-
-
-def guarded(function, *args):
-  """`outcome` of a function that is the body of a command."""
-  return outcome(command_line.run, function, *args)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 
+from attnres_jax.common import command_line
 from attnres_jax.inference import sample
 from attnres_jax.sweep import cli
 from attnres_jax.train import checkpoint
@@ -159,7 +160,7 @@ def _check_kept(folder, before, touched, original):
 def damaged(explore, tmp_path):
   """Damages copies of a folder, acts on each, and checks what is left."""
 
-  def damaged(source, what, act):
+  def damaged(source, act):
     folder, original = tmp_path / "run", _read(source)
 
     def check(found):
@@ -169,7 +170,7 @@ def damaged(explore, tmp_path):
       act(folder, touched)
       _check_kept(folder, before, touched, original)
 
-    explore(f"damaged files ({what})", check, damages)
+    explore(check, damages)
     assert _read(source) == original
 
   return damaged
@@ -178,14 +179,13 @@ def damaged(explore, tmp_path):
 @laws.shares(5, 500)
 def test_resume(runs, damaged):
   def act(folder, touched):
-    status, _, _ = laws.guarded(
-      lambda: tiny_run.train_here(folder, runs.fields) and None
-    )
+    train = lambda: tiny_run.train_here(folder, runs.fields) and None
+    status, _, _ = laws.outcome(command_line.run, train)
     if not status:
       for got, wanted in zip(_weights(folder), runs.weights, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
-  damaged(runs.interrupted, "resume", act)
+  damaged(runs.interrupted, act)
 
 
 @laws.shares(15, 500)
@@ -206,7 +206,7 @@ def test_verify(runs, damaged):
         if sums not in touched and not own:
           assert f"step {step}: damaged" in out and status == 1, name
 
-  damaged(runs.finished, "verify", act)
+  damaged(runs.finished, act)
 
 
 def _numbers(values):

@@ -29,11 +29,6 @@ def test_characters_are_whole():
   ]  # fmt: skip
 
 
-def test_bytes_that_are_no_characters():
-  pieces = _pieces(b"a\xff\xfe\xfdb\xe2")
-  assert "".join(pieces) == "a\ufffd\ufffd\ufffdb\ufffd"
-
-
 def test_any_bytes_are_decoded_as_a_whole():
   """Whatever is before a character, its bytes stay together."""
   rng = np.random.default_rng(0)

@@ -160,16 +160,6 @@ def test_bad_imports_write_nothing(source, tmp_path, capsys, arguments, words):
   assert not (tmp_path / "new").exists()
 
 
-def test_a_network_that_cannot_be_exported(tmp_path, capsys):
-  model = small_checkpoint.model("llama", qkv_norm=True)
-  config = config_lib.RunConfig(model=model.config)
-  weights_folder.write(tmp_path / "a", config, model, {}, {})
-  argv = [f"--workdir={tmp_path / 'a'}", f"--path={tmp_path / 'b'}"]
-  assert EXPORT(argv) == 2
-  assert "config.model.qkv_norm: got True" in capsys.readouterr().err
-  assert not (tmp_path / "b").exists()
-
-
 @pytest.mark.parametrize(
   "content",
   [

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family against its own class in transformers, small and random."""
+"""Every family against its own class in transformers, small and random.
+
+With a class of our own: tests/interop/twin_test.py. transformers has no class
+of Kimi K3, whose reference is tests/interop/k3_reference.py.
+"""
 
 import copy
 import functools
@@ -11,10 +15,8 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import trees
-from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.models import loss as loss_lib
-from tests.interop import small_checkpoint
 
 pytestmark = [
   pytest.mark.needs("torch"),
@@ -182,20 +184,3 @@ class TestFamily:
     np.testing.assert_array_equal(
       _their_logits(again), _their_logits(_network(case))
     )
-
-
-# With a class of our own: tests/interop/twin_test.py. transformers has no class
-# of Kimi K3, whose reference is tests/interop/k3_reference.py.
-@pytest.mark.parametrize(
-  "family",
-  [
-    name
-    for name, one in families.FAMILIES.items()
-    if not one.code and name != "kimi_k3"
-  ],
-)
-def test_a_network_of_ours_runs_there(family, tmp_path):
-  model = small_checkpoint.write(tmp_path, family)
-  ours = np.asarray(jax.jit(lambda model, x: model(x))(model, _tokens()))
-  theirs = _their_logits(_load_theirs(tmp_path))
-  np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)

@@ -102,6 +102,19 @@ def write(folder, family="llama", dtype="F32", shard_bytes=10**9, **fields):
   return made
 
 
+def logits_and_gradient(model, tokens):
+  """Logits, and the gradient of the loss."""
+
+  def loss(model):
+    logits_BTV = model(tokens)
+    logs_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
+    chosen = jax.numpy.take_along_axis(logs_BTV, tokens[:, 1:, None], axis=2)
+    return -jax.numpy.mean(chosen), logits_BTV
+
+  gradient, logits_BTV = jax.grad(loss, has_aux=True)(model)
+  return logits_BTV, gradient
+
+
 def tensors(folder):
   """All arrays of a folder, by name."""
   found = tensor_files.open_folder(folder)

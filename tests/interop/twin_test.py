@@ -14,6 +14,7 @@ from attnres_jax.common import trees
 from attnres_jax.interop import config_table
 from attnres_jax.interop import huggingface
 from tests import tiny_network
+from tests.interop import small_checkpoint
 
 LENGTH = 9
 _Attention = config_lib.AttentionConfig
@@ -89,22 +90,6 @@ def test_comes_back_bit_by_bit(case, tmp_path):
     np.testing.assert_array_equal(found[name], leaf, err_msg=name)
 
 
-@pytest.mark.parametrize(
-  "fields,message",
-  [
-    (dict(name="mhc"), "residual.name: got 'mhc', expected one of block_attn"),
-    (dict(read=_Read(window=2)), "read.window: got 2, expected 0"),
-    (dict(qkv_norm=True), "model.qkv_norm: got True, expected False"),
-  ],
-)
-def test_what_it_lacks_is_refused(fields, message, tmp_path):
-  model = jax.eval_shape(
-    lambda: models.build_model(tiny_network.config(**fields))
-  )
-  with pytest.raises(config_lib.ConfigError, match=message):
-    _export(model, tmp_path)
-
-
 @pytest.mark.needs("torch")
 @pytest.mark.needs("transformers>=5")
 @pytest.mark.parametrize(
@@ -129,7 +114,7 @@ def test_logits_gradients_and_text(case, tmp_path, monkeypatch):
     ).eval()
   ids = torch.tensor(tokens).long()
   out = twin(ids, labels=ids)
-  logits, gradient = _logits_and_gradient(model, tokens)
+  logits, gradient = small_checkpoint.logits_and_gradient(model, tokens)
   np.testing.assert_allclose(out.logits.detach(), logits, atol=1e-4)
   assert np.std(logits) > 0.1
   with torch.no_grad():
@@ -208,15 +193,3 @@ def _check_padding(twin, ids):
   ):
     with pytest.raises(ValueError, match=words):
       twin(ids, **wrong)
-
-
-def _logits_and_gradient(model, tokens):
-  def loss(model):
-    logits = model(tokens)
-    targets = jax.numpy.asarray(tokens[:, 1:])
-    losses = jax.nn.log_softmax(logits[:, :-1], axis=-1)
-    chosen = jax.numpy.take_along_axis(losses, targets[..., None], axis=-1)
-    return -jax.numpy.mean(chosen), logits
-
-  (_, logits), gradient = jax.value_and_grad(loss, has_aux=True)(model)
-  return np.asarray(logits), gradient

@@ -20,7 +20,6 @@ from attnres_jax.interop import upcycle
 from attnres_jax.interop import weights_folder
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.train import checkpoint
-from attnres_jax.train import loop
 from tests.interop import small_checkpoint
 
 Residual = config_lib.ResidualConfig
@@ -52,16 +51,7 @@ def plain():
 
 @jax.jit
 def _both(model):
-  """Logits, and the gradient of the loss."""
-
-  def loss(model):
-    logits_BTV = model(TOKENS)
-    logs_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
-    chosen = jnp.take_along_axis(logs_BTV, TOKENS[:, 1:, None], axis=2)
-    return -jnp.mean(chosen), logits_BTV
-
-  gradient, logits_BTV = jax.grad(loss, has_aux=True)(model)
-  return logits_BTV, gradient
+  return small_checkpoint.logits_and_gradient(model, TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -218,14 +208,3 @@ def test_texts_of_a_run_of_ours_open_and_end_as_before(plain, tmp_path):
   for name in "a", "b":
     found = text_format_lib.of_data(config.data, tmp_path / name)
     assert found.open_ids == found.end_ids == (256,)
-
-
-@pytest.mark.slow
-@pytest.mark.needs("tokenizers")
-def test_training_goes_on(folders, tmp_path):
-  fields = small_checkpoint.run_fields(tmp_path)
-  config = config_lib.load_config(str(folders[1] / "config.py"), fields)
-  run = tmp_path / "run"
-  assert loop.train_and_evaluate(config, run)["status"] == "finished"
-  _, trained = checkpoint.load_model(run)
-  assert trained.residual.queries.query[...][1:].any()

@@ -60,13 +60,6 @@ def test_a_dry_run_checks_a_local_folder(main, tmp_path, capsys):
   assert capsys.readouterr().err.startswith("error: --workdir: got ")
 
 
-def test_changed_config_is_refused(main, source, tmp_path, capsys):
-  tiny_sweep.prepare(tmp_path / "sweep", source)
-  tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,), **{"optim.b1": 0.5})
-  assert main() == 2
-  assert "config.optim.b1: 0.9 there, 0.5 here" in capsys.readouterr().err
-
-
 def test_rows_are_collected_before_and_after_a_run_is_done(
   main, source, tmp_path
 ):

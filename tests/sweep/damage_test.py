@@ -3,8 +3,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -389,39 +387,3 @@ def test_a_device_that_is_still_in_use_is_no_refusal(
   assert line in capsys.readouterr().err
   assert not worker.claims.is_held(workdir)
   assert state_lib.read(workdir) == state_lib.State()
-
-
-def test_no_worker_outlives_a_launcher_that_fails(sweep):
-  """Its own error ends the launch; the workers are told to stop before."""
-  folder, source = sweep
-  for name in _names(folder):
-    (folder / name / state_lib.FILE).unlink()
-  script = f"""
-import pathlib, sys
-from attnres_jax.sweep import cli, worker
-from attnres_jax.sweep.launchers import local
-code = ("import signal, sys, time, pathlib;"
-  "f = pathlib.Path(sys.argv[1]);"
-  "end = lambda *_: (f.with_suffix('.stopped').touch(), sys.exit(4));"
-  "signal.signal(15, end);"
-  "f.touch(); time.sleep(60)")
-worker.command = lambda folder, name, python: [
-  python, "-c", code, f"{{folder}}/{{name}}/worker"]
-reap = local._Queue._reap
-def fail(self):
-  if len(list(pathlib.Path({str(folder)!r}).glob("*/worker"))) == 2:
-    raise RuntimeError("of the launcher")
-  reap(self)
-local._Queue._reap = fail
-experiment = cli.Experiment("sweep", "", "", "", lambda *_: "")
-cli.main(experiment, ["--config={source}", "--workdir={folder}",
-                      "--max_parallel=2"])
-"""
-  environment = tiny_sweep.environment()
-  result = subprocess.run(
-    [sys.executable, "-c", script], env=environment, timeout=60,
-    capture_output=True, text=True, check=False,
-  )  # fmt: skip
-  assert result.returncode == 1 and "of the launcher" in result.stderr
-  assert len(list(folder.glob("*/worker"))) == 2
-  assert len(list(folder.glob("*/worker.stopped"))) == 2

@@ -26,6 +26,7 @@ from attnres_jax.sweep.launchers import tpu_vm
 from tests import buckets
 from tests import public_corpora
 from tests import tiny_run
+from tests.sweep.launchers import tpu_vm_test
 
 pytestmark = [
   pytest.mark.slow,
@@ -43,10 +44,6 @@ SWEEP = [
   "--config.data.tokenizer=ids", "--config.checkpoint.every_steps=10",
   f"--workdir={FOLDER}", "--only=seed0",
 ]  # fmt: skip
-# Does on this machine what `ssh` would do on the hosts of a slice.
-GCLOUD = """#!/bin/sh
-for one; do case $one in --command=*) sh -c "${one#--command=}";; esac; done
-"""
 
 
 @pytest.fixture
@@ -74,12 +71,6 @@ def _run(environment, *arguments):
   return out
 
 
-def _executable(path, text):
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(text)
-  path.chmod(0o755)
-
-
 def _start_tpu_vm(environment, host):
   """Runs the third of the printed commands on a `host`, a folder here."""
   settings = ["--launcher=tpu_vm", "--set=slice=v6e-8", "--set=zone=z"]
@@ -88,8 +79,8 @@ def _start_tpu_vm(environment, host):
   python = (
     f'#!/bin/sh\necho $$ >>pids\nexec {shlex.quote(sys.executable)} "$@"\n'
   )
-  _executable(host / tpu_vm.PYTHON, python)
-  _executable(host / "bin" / "gcloud", GCLOUD)
+  tpu_vm_test.executable(host / tpu_vm.PYTHON, python)
+  tpu_vm_test.executable(host / "bin" / "gcloud", tpu_vm_test.GCLOUD)
   path = f"{host}/bin{os.pathsep}{environment['PATH']}"
   sources = os.pathsep.join(
     map(str, (tiny_run.ROOT, tiny_run.ROOT / "kernels"))

@@ -204,7 +204,7 @@ def test_a_disk_that_fills_up_during_a_sweep(whole, source, tmp_path):
   )
   process = subprocess.run(
     ["unshare", "-rm", "sh", "-c", script, sys.executable],
-    cwd=tiny_run.ROOT, env=tiny_sweep.environment(), capture_output=True,
+    cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True,
     text=True, check=False, timeout=300,
   )  # fmt: skip
   assert process.returncode == 1, process.stdout + process.stderr

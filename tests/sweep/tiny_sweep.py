@@ -26,12 +26,9 @@ from attnres_jax import config as c
 FIELDS = {fields}
 
 def get_config(arg=None):
-  arg = c.parse_arg(arg, width=16, schedule="cosine", steps={steps})
   config = c.default_config()
   config.update_from_flattened_dict(FIELDS)
-  config.model.width = arg.width
-  config.train.steps = arg.steps
-  config.optim.schedule = arg.schedule
+  config.model.width = c.parse_arg(arg, width=16).width
   return config
 
 def sweep(add):
@@ -44,9 +41,7 @@ def write(path, seeds=(0, 1), **fields):
   """Writes a config file with a sweep over seeds; returns its name."""
   own = {"model.residual.name": "prenorm"} | tiny_run.corpus(path.parent)
   fields = tiny_run.FIELDS | own | fields
-  fields.pop("model.width")
-  steps = fields.pop("train.steps")
-  path.write_text(_FILE.format(fields=fields, steps=steps, seeds=seeds))
+  path.write_text(_FILE.format(fields=fields, seeds=seeds))
   return str(path)
 
 
@@ -98,7 +93,7 @@ def start(workdir, source, *flags):
         sys.executable, "-m", "tests.sweep.tiny_sweep", f"--config={source}",
         f"--workdir={workdir}", *flags,
       ],
-      cwd=tiny_run.ROOT, env=environment(), stdout=output,
+      cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=output,
       stderr=subprocess.STDOUT,
     )  # fmt: skip
   process.file = output.name
@@ -113,16 +108,11 @@ def launch(workdir, source, *flags):
     contextlib.redirect_stdout(output),
     contextlib.redirect_stderr(output),
   ):
-    for name, value in environment().items():
+    for name, value in tiny_run.environment().items():
       patch.setenv(name, value)
     arguments = [f"--config={source}", f"--workdir={workdir}", *flags]
     code = cli.main(EXPERIMENT, arguments)
   return code, output.getvalue()
-
-
-def environment():
-  """Of a launcher; its workers compile quickly, and run slowly."""
-  return tiny_run.environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def finish(process, timeout=300):

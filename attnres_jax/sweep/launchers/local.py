@@ -234,7 +234,8 @@ def _start(
       start_new_session=True,
     )
   if cores is not None:
-    with contextlib.suppress(ProcessLookupError):
+    # It may be over, or the machine may have taken a core away.
+    with contextlib.suppress(OSError):
       os.sched_setaffinity(process.pid, cores)
   return process
 

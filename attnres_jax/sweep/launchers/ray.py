@@ -162,8 +162,8 @@ def _work(config: Mapping[str, str]) -> int:
 def _gang(settings: types.SimpleNamespace) -> str:
   """The workers of a run in words, for a dry run, which needs no Ray."""
   if settings.tpu is not None:
-    hosts = max(1, settings.tpu.chips // slices.CHIPS_PER_HOST)
-    return f"{settings.slices * hosts} x {settings.accelerator}:"
+    hosts = settings.slices * settings.tpu.hosts
+    return f"{hosts} x {settings.accelerator}:"
   each = f"{settings.gpus} " if settings.accelerator == "gpu" else ""
   return f"{settings.workers} x {each}{settings.accelerator}:"
 

@@ -18,6 +18,7 @@ from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
 from experiments.demo import report
 from experiments.demo import run as run_lib
+from tests import tiny_run
 from tests.sweep import tiny_sweep
 
 SPEC = "experiments/demo/config.py"
@@ -101,7 +102,7 @@ def test_networks_are_opened_when_all_runs_are_done(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_trains_and_reports(tmp_path, monkeypatch):
-  for name, value in tiny_sweep.environment().items():
+  for name, value in tiny_run.environment().items():
     monkeypatch.setenv(name, value)
   flags = [f"--config={SPEC}:runlocal", f"--workdir={tmp_path}"]
   assert cli.main(run_lib.EXPERIMENT, flags) == 0

@@ -15,7 +15,7 @@ from attnres_jax.inference import engine as engine_lib
 from tests.inference import texts
 from tests.inference.serving import local_server
 
-CIRCLE, LENGTH = local_server.CIRCLE, local_server.LENGTH
+LENGTH = local_server.LENGTH
 TOKENIZER = data.make_tokenizer(config_lib.DataConfig())
 SEPARATOR = TOKENIZER.separator_id
 
@@ -110,17 +110,6 @@ def test_a_stream_is_the_whole_in_parts(server):
     assert choice["prompt_token_ids"] == parts[0]["prompt_token_ids"]
   assert {event["id"] for event in events} == {last["id"]} != {whole["id"]}
   assert all(event["usage"] is None for event in events)
-
-
-def test_a_stream_sends_characters_that_are_complete(server):
-  connection, events = server.stream("é", max_tokens=18, past_end=True)
-  with contextlib.closing(connection):
-    *events, _ = events
-  texts = [event["choices"][0]["text"] for event in events]
-  assert [text for text in texts if text] == list("✓𝄞é✓𝄞é")
-  assert (
-    "usage" not in events[0] and events[0]["choices"][0]["logprobs"] is None
-  )
 
 
 @pytest.mark.parametrize("prompt", ["aé b", [97, 195, 169, 256, 98]])

@@ -38,10 +38,11 @@ def make_model(name="block_attnres"):
   return model
 
 
-def make_engine(model, **options):
+def make_engine(model):
   """All engines of these sizes share their programs."""
-  sizes = dict(slots=SLOTS, length=LENGTH, chunk=CHUNK, num_top=NUM_TOP)
-  return engine_lib.Engine(model, **sizes | options)
+  return engine_lib.Engine(
+    model, slots=SLOTS, length=LENGTH, chunk=CHUNK, num_top=NUM_TOP
+  )
 
 
 class Server:
@@ -60,7 +61,6 @@ class Server:
     connections=512,
     idle_seconds=20.0,
     api_key="",
-    text_format=None,
     **limits,
   ):
     config = config_lib.load_config("configs/lm.py:runlocal")
@@ -71,7 +71,6 @@ class Server:
       limits=app_lib.Limits(**limits),
       hosts=("127.0.0.1",),
       api_key=api_key,
-      text_format=text_format,
     )
     self._server = uvicorn.Server(
       uvicorn.Config(
@@ -89,7 +88,6 @@ class Server:
     until(lambda: self._server.started)
     listener = self._server.servers[0].sockets[0]
     self.port = listener.getsockname()[1]
-    self.loop = self.app.service._loop
 
   def close(self):
     self._server.should_exit = True

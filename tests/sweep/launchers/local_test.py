@@ -151,39 +151,39 @@ def test_what_cannot_be_cured_is_not_started_again(sweep, capfd):
   assert found.acts[4:] == ["seed0 starts"]
 
 
-def test_no_more_than_max_parallel_at_a_time(sweep):
-  found = sweep("long", "long", "long")
-  counts = []
-
-  def stop():
-    found.wait_for("seed0 works", "seed1 works")
-    time.sleep(0.5)
-    counts.append(len(found.acts))
-    os.kill(os.getpid(), signal.SIGTERM)
-
-  thread = threading.Thread(target=stop)
-  thread.start()
-  assert found.launch(max_parallel=2) == local.INTERRUPTED
-  thread.join()
-  assert counts == [4], "two that start and work"
-
-
-def test_ctrl_c_lets_workers_save_and_starts_no_other(sweep, capfd):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_workers_save_and_starts_no_other(sweep, capfd, number):
   found = sweep("long", "long", "ok")
 
   def interrupt():
     found.wait_for("seed0 works", "seed1 works")
-    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.5)  # Of more than max_parallel, the third would start.
+    os.kill(os.getpid(), number)
 
   thread = threading.Thread(target=interrupt)
   thread.start()
-  before = signal.getsignal(signal.SIGINT)
+  before = signal.getsignal(number)
   assert found.launch(max_parallel=2) == local.INTERRUPTED
   thread.join()
   assert {"seed0 stops", "seed1 stops"} <= set(found.acts)
   assert "seed2 starts" not in found.acts
   assert "rerun the same command to resume" in capfd.readouterr().err
-  assert signal.getsignal(signal.SIGINT) == before
+  assert signal.getsignal(number) == before
+
+
+def test_no_worker_outlives_a_launcher_that_fails(sweep, monkeypatch):
+  """Its own error ends the launch; the workers are told to stop before."""
+  found, reap = sweep("long", "long"), local._Queue._reap
+
+  def fail(self):
+    if {"seed0 works", "seed1 works"} <= set(found.acts):
+      raise RuntimeError("of the launcher")
+    reap(self)
+
+  monkeypatch.setattr(local._Queue, "_reap", fail)
+  with pytest.raises(RuntimeError, match="of the launcher"):
+    found.launch(max_parallel=2)
+  assert {"seed0 stops", "seed1 stops"} <= set(found.acts)
 
 
 def test_a_second_ctrl_c_kills(sweep):

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -87,21 +86,10 @@ def test_a_slice_has_a_worker_per_host(name, slices, workers, chips):
   found = launcher._scaling(parsed)
   assert found["num_workers"] == workers
   assert found["resources_per_worker"]["TPU"] == chips
+  assert launcher._gang(parsed) == f"{workers} x {name}:"
   # Ray refuses kinds and shapes that it does not know, and odd numbers.
   scaling = importlib.import_module("ray.train").ScalingConfig(**found)
   assert scaling.topology == launcher.slices.parse("", name).shape
-
-
-@needs_ray
-def test_dry_run_says_what_would_be_started(tmp_path, capsys):
-  runs = [grid.Run(name, {}, {}) for name in "ab"]
-  settings = {"accelerator": "gpu", "workers": "2", "gpus": "8"}
-  options = launchers.Options(dry_run=True, settings=settings)
-  assert launcher.launch(runs, tmp_path, options) == 0
-  lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == 2
-  assert lines[0].startswith("2 x 8 gpu: ")
-  assert lines[1].endswith(f"--folder={tmp_path} --run=b")
 
 
 @pytest.fixture(autouse=True)
@@ -164,12 +152,6 @@ def _wait(process, folder, condition, seconds=400):
   return result
 
 
-def _last_step(workdir):
-  file = workdir / "metrics.jsonl"
-  lines = file.read_text().split("\n")[:-1] if file.exists() else []
-  return max((tiny_run.step_of(line, "train") for line in lines), default=0)
-
-
 def _descendants(pid):
   """Processes below one, without processes that end meanwhile."""
   listing = subprocess.run(
@@ -193,22 +175,6 @@ def _gang(process):
   return {pid for pid, name in args.items() if "RayTrainWorker" in name}
 
 
-def _alone(workdir, fields):
-  """The run by two processes without Ray."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
-  processes = [
-    tiny_run.start(
-      workdir, fields, "--distributed", f"--coordinator_address={address}",
-      "--num_processes=2", f"--process_id={i}",
-    )
-    for i in range(2)
-  ]  # fmt: skip
-  for process in processes:
-    tiny_run.finish(process, quiet=False)
-
-
 @needs_ray
 @pytest.mark.slow
 def test_a_gang_that_loses_workers_ends_like_one_that_does_not(tmp_path):
@@ -219,7 +185,7 @@ def test_a_gang_that_loses_workers_ends_like_one_that_does_not(tmp_path):
   with _started(tmp_path, "-c", LAUNCH, str(folder), settings) as process:
     # The worker that has the claim, then the other one.
     for claimer, at in ((True, 60), (False, 200)):
-      _wait(process, tmp_path, lambda at=at: _last_step(workdir) >= at)
+      _wait(process, tmp_path, lambda at=at: tiny_run.last_step(workdir) >= at)
       before = state_lib.read(workdir)
       gang = _gang(process)
       assert before.pid in gang and len(gang) == 2, gang
@@ -239,7 +205,9 @@ def test_a_gang_that_loses_workers_ends_like_one_that_does_not(tmp_path):
   assert resumes[0]["step"] >= 40 and resumes[1]["step"] >= 180
   assert all(row["step"] < 400 for row in resumes)
 
-  _alone(tmp_path / "alone", fields)
+  # The run by two processes without Ray.
+  for one in tiny_run.start_two(tmp_path / "alone", fields):
+    tiny_run.finish(one, quiet=False)
   tiny_run.assert_same_run(tmp_path / "alone", workdir)
 
 
