@@ -28,7 +28,9 @@ import argparse
 import collections
 from collections.abc import Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
+import json
 import os
 import signal
 import socket
@@ -49,18 +51,25 @@ from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import plans
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.train import account
 from attnres_jax.train import claims
 from attnres_jax.train import loop
 from attnres_jax.train import metrics
+from attnres_jax.train import run_folder
 from attnres_jax.train import signals
 
 ERROR = "error.txt"
 # How often a worker without --run tries a run that fails.
 MAX_TRIES = 3
 _POLL_SECONDS = 5.0
+# Fields of `data` that may differ between runs on one text, at one value.
+_READ_OTHERWISE: dict[str, Any] = dict(
+  sequence_length=1, batch_size=1, segment_ids=False, max_epochs=1.0, seed=0,
+  num_threads=0,
+)  # fmt: skip
 # In place of the name of a run.
 _NONE_LEFT, _WAIT = "", "..."
 
@@ -136,7 +145,7 @@ def work_all(folder: epath.PathLike, patience_seconds: float = 0.0) -> Exit:
     late = time.monotonic() >= deadline
     # Its name, since a launch may change the list while processes read it.
     name = _choose(folder, names, tries, late) if _is_first() else ""
-    name = _agree_on_name(name)
+    name = _agree_on_text(name)
     if name == _NONE_LEFT:
       break
     if name == _WAIT:
@@ -306,9 +315,11 @@ def _train(
   """How the run ended, and its error for the state file."""
   try:
     config = folder_lib.run_config(run)
+    text = _agree_on_text(_text_of_others(workdir, run) if _is_first() else "")
     summary = loop.train_and_evaluate(
       config,
       workdir,
+      text_of=json.loads(text) if text else None,
       claim=None if attempt is None else attempt.claim,
       leave=functools.partial(_leave_early, attempt),
       plans=workdir.parent / plans.COPY,
@@ -333,6 +344,29 @@ def _train(
     _leave_error(workdir, attempt, diverged, "")
     return Exit.DIVERGED, diverged
   return Exit.DONE, ""
+
+
+def _text_of_others(workdir: epath.Path, run: grid.Run) -> str:
+  """As JSON, a run that has begun with the same text, and its fingerprints.
+
+  Paths may change between two launches of a sweep; its text must not. Empty if
+  no run has begun, or if this one has, which knows its own text.
+  """
+  same = lambda run: dataclasses.replace(
+    folder_lib.run_config(run).data, **_READ_OTHERWISE
+  )
+  folder = workdir.parent
+  if (workdir / run_folder.DATA).exists():
+    return ""
+  for name in folder_lib.names(folder):
+    # A run without this file has not begun, and a damaged one is no witness.
+    with contextlib.suppress(FileNotFoundError, ValueError):
+      known = run_folder.fingerprints(
+        damage.read_object(folder / name / run_folder.DATA)
+      )
+      if same(folder_lib.read_run(folder, name)) == same(run):
+        return json.dumps([name, known])
+  return ""
 
 
 def _leave_error(
@@ -391,8 +425,8 @@ def _agree(value: int) -> int:
   return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
-def _agree_on_name(name: str) -> str:
-  """The same, for a name."""
+def _agree_on_text(name: str) -> str:
+  """The same, for a short text."""
   if not jax.distributed.is_initialized():
     return name
   return claims.of_process_0(name)

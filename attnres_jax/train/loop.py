@@ -11,7 +11,7 @@ processes, works in a folder at a time; see `claims`.
 Read `train_and_evaluate` top down; the rest of the file is its helpers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import contextlib
 import platform
 import time
@@ -47,6 +47,7 @@ def train_and_evaluate(
   workdir: epath.PathLike,
   *,
   resume_with_changed_config: bool = False,
+  text_of: tuple[str, Mapping[str, str]] | None = None,
   claim: claims.Claim | None = None,
   leave: Callable[[int], None] | None = None,
   plans: epath.PathLike = plans_lib.FILE,
@@ -58,6 +59,8 @@ def train_and_evaluate(
     workdir: its folder, local, gs:// or s3://; may hold an interrupted run.
     resume_with_changed_config: resume even if the folder's configuration or
       data differ in more than `run_folder.HARMLESS`.
+    text_of: a run that has to have read the same text, and the fingerprints of
+      its splits.
     claim: of the folder, if the caller holds one; the caller releases it.
     leave: ends the process on a signal before the first step, when there is
       nothing to save and compiling cannot be interrupted. It receives the step
@@ -108,6 +111,8 @@ def train_and_evaluate(
     )
     environment.check_size(program.abstract_state)
     descriptions = {split: d.describe() for split, d in datasets.items()}
+    if text_of is not None:
+      run_folder.refuse_other_text(config, descriptions, *text_of)
     run_folder.refuse_foreign("--workdir", workdir)
     held = stack.enter_context(claims.held(workdir, claim))
     changes = run_folder.changes(workdir, config, descriptions)

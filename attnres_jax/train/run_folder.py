@@ -141,6 +141,23 @@ def fingerprints(descriptions: Mapping[str, Any]) -> dict[str, str]:
     raise ValueError("not a description of data") from error
 
 
+def refuse_other_text(
+  config: config_lib.RunConfig,
+  descriptions: Mapping[str, Any],
+  name: str,
+  expected: Mapping[str, str],
+) -> None:
+  """Refuses data with other fingerprints than those of the run `name`."""
+  for split, found in fingerprints(descriptions).items():
+    if found != expected[split]:
+      config_lib.fail(
+        "data.path",
+        config.data.path or list(config.data.paths),
+        f"the text of {name}, whose {split} split is another one; launch a new"
+        " text into another --workdir",
+      )
+
+
 def damaged(workdir: epath.Path) -> dict[str, str]:
   """The files of a run with checkpoints that must be rebuilt, and why."""
   if not checkpoint.all_steps(workdir):

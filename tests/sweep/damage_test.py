@@ -17,6 +17,7 @@ from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import local
+from attnres_jax.train import run_folder
 from experiments.arch_sweep import report as shapes
 from experiments.scaling_law import report as laws
 from tests.sweep import tiny_sweep
@@ -362,10 +363,41 @@ def test_all_processes_train_the_run_that_the_first_chooses(sweep, monkeypatch):
   # As in the second of two processes.
   monkeypatch.setattr(worker, "_is_first", lambda: False)
   monkeypatch.setattr(worker, "_agree", lambda value: value)
-  monkeypatch.setattr(worker, "_agree_on_name", lambda name: told.pop(0))
+  monkeypatch.setattr(worker, "_agree_on_text", lambda name: told.pop(0))
   monkeypatch.setattr(worker, "work", work)
   assert worker.work_all(folder) == exits.Exit.DONE
   assert begun == [chosen]
+
+
+def test_a_sweep_has_one_text(sweep, monkeypatch):
+  """A run that has begun says which; paths may change, tokenizers may not."""
+  folder, _ = sweep
+  begun, fresh = _names(folder)
+  known = {"train": "0123456789abcdef", "validation": "fedcba9876543210"}
+  texts = {split: {"fingerprint": one} for split, one in known.items()}
+  for name in begun, fresh:
+    (folder / name / run_folder.DATA).unlink()
+    (folder / name / state_lib.FILE).unlink()
+  told = []
+
+  def train_and_evaluate(config, workdir, *, text_of, **_):
+    told.append(text_of)
+    raise OSError("not trained")
+
+  monkeypatch.setattr(worker.loop, "train_and_evaluate", train_and_evaluate)
+  worker.work(folder, fresh)
+  (folder / begun / run_folder.DATA).write_text(json.dumps(texts))
+  worker.work(folder, fresh)
+  worker.work(folder, begun)
+  path = folder / fresh / folder_lib.RUN
+  values = json.loads(path.read_text())
+  values["config"]["data"] |= {"seed": 7, "sequence_length": 32}
+  path.write_text(json.dumps(values))
+  worker.work(folder, fresh)
+  values["config"]["data"]["validation_fraction"] = 0.5
+  path.write_text(json.dumps(values))
+  worker.work(folder, fresh)
+  assert told == [None, [begun, known], None, [begun, known], None]
 
 
 def test_a_device_that_is_still_in_use_is_no_refusal(

@@ -547,4 +547,7 @@ def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
     with pytest.raises(config_lib.ConfigError) as error:
       tiny_run.train_here(tmp_path, bad)
     assert field in str(error.value) and "\n" not in str(error.value)
+  other = "a_run", dict(train="0", validation="1")
+  with pytest.raises(config_lib.ConfigError, match="got .* text of a_run"):
+    tiny_run.train_here(tmp_path, fields, text_of=other)
   assert not list(tmp_path.iterdir())
