@@ -372,7 +372,7 @@ def test_all_processes_train_the_run_that_the_first_chooses(sweep, monkeypatch):
 def test_a_sweep_has_one_text(sweep, monkeypatch):
   """A run that has begun says which; paths may change, tokenizers may not."""
   folder, _ = sweep
-  begun, fresh = _names(folder)
+  begun, fresh, *_ = _names(folder)
   known = {"train": "0123456789abcdef", "validation": "fedcba9876543210"}
   texts = {split: {"fingerprint": one} for split, one in known.items()}
   for name in begun, fresh:
