@@ -87,9 +87,12 @@ def launch(
   """Writes the manifests of all runs that are not done; returns 0."""
   settings = parse(options)
   launchers.check_bucket(folder, "pods")
-  manifests: dict[str, Sequence[Manifest]] = {"queue.yaml": queue(settings)}
-  for run in launchers.todo(runs, folder, options):
-    manifests[f"{run.name}.yaml"] = [job_set(run.name, folder, settings)]
+  todo = launchers.todo(runs, folder, options)
+  # One file, so that no manifest of an earlier launch is left in the folder.
+  manifests: dict[str, Sequence[Manifest]] = {
+    "queue.yaml": queue(settings),
+    "runs.yaml": [job_set(run.name, folder, settings) for run in todo],
+  }
   # The queue starts no worker by itself.
   head = f"# For {launchers.MARKS[0]}\n"
   texts = {file: head + to_yaml(objects) for file, objects in manifests.items()}
@@ -103,7 +106,7 @@ def launch(
     files.write_output("--set=manifests", target / file, text, launchers.MARKS)
   label = f"{SWEEP_LABEL}={_label(folder)}"
   print(
-    f"{len(texts) - 1} runs in {target}\n"
+    f"{len(todo)} runs in {target}\n"
     f"  kubectl apply -f {target}\n"
     f"  kubectl get jobsets -n {settings.namespace} -l {label}"
   )

@@ -192,14 +192,19 @@ def bucket(monkeypatch):
 def test_launch_writes_what_is_not_done(bucket, tmp_path, capsys):
   target = tmp_path / "manifests"
   chosen = options(manifests=str(target))
-  assert jobset.launch(bucket, FOLDER, chosen) == 0
-  assert {file.name for file in target.iterdir()} == {
-    "a.yaml", "c.yaml", "queue.yaml",
-  }  # fmt: skip
-  assert f"kubectl apply -f {target}" in capsys.readouterr().out
-  manifest = yaml.safe_load((target / "c.yaml").read_text())
-  assert f"--folder={FOLDER}" in container_of(manifest)["command"]
-  assert "--run=c" in container_of(manifest)["command"]
+  # The second launch leaves nothing of the first.
+  for runs, expected in (bucket, "ac"), (bucket[2:], "c"):
+    assert jobset.launch(runs, FOLDER, chosen) == 0
+    assert {file.name for file in target.iterdir()} == {
+      "queue.yaml", "runs.yaml",
+    }  # fmt: skip
+    out = capsys.readouterr().out
+    assert f"kubectl apply -f {target}" in out
+    assert out.startswith(f"{len(expected)} runs in")
+    manifests = yaml.safe_load_all((target / "runs.yaml").read_text())
+    for name, manifest in zip(expected, manifests, strict=True):
+      command = container_of(manifest)["command"]
+      assert f"--folder={FOLDER}" in command and f"--run={name}" in command
 
 
 @pytest.mark.parametrize(
