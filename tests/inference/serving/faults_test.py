@@ -131,7 +131,7 @@ def test_taking_too_long(start):
 
 def test_a_client_that_reads_nothing(start):
   """The text is drawn into the queue of its job, and its slot is free."""
-  server = start(seconds=0, request_seconds=1.0)
+  server = start(seconds=0)
   with socket.create_connection(("127.0.0.1", server.port)) as connection:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
     body = local_server.json.dumps(dict(LONG, stream=True, logprobs=3))
@@ -140,8 +140,9 @@ def test_a_client_that_reads_nothing(start):
       f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     connection.sendall((head + body).encode())
-    local_server.until(lambda: server.app.service._jobs)
-    local_server.until(server.is_idle)
+    local_server.until(lambda: server.running)
+    local_server.until(lambda: not server.running)
+  local_server.until(server.is_idle)
 
 
 def test_a_failed_engine_answers_everybody(start):
