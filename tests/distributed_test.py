@@ -78,7 +78,10 @@ def test_two_processes_stop_and_die_together_and_equal_one(
 
   # All results are those of one process with two devices.
   tiny_run.train_here(one, fields | {"train.steps": last, "mesh.data": 2})
-  compared = {"train": ("loss", "grad_norm"), "validation": ("loss",)}
+  compared = {
+    "train": ("loss", "grad_norm"),
+    "validation": ("loss", "bits_per_byte"),
+  }
   for split, names in compared.items():
     rows = [tiny_run.rows(workdir, split) for workdir in (one, two)]
     common = rows[0].keys() & rows[1].keys()

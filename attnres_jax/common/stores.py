@@ -113,7 +113,11 @@ def write(path: epath.PathLike, data: bytes) -> None:
     if str(path).startswith(f"{folder}/"):
       confirm()
   with reaching(path):
-    client(path).pipe_file(str(path), data)
+    if is_remote(path):
+      client(path).pipe_file(str(path), data)
+    else:  # A lease on a disk without locks, which only its holder writes.
+      client(path).pipe_file(f"{path}.tmp", data)
+      os.replace(f"{path}.tmp", path)
 
 
 def guard(folder: epath.PathLike, confirm: Callable[[], None] | None) -> None:

@@ -273,9 +273,12 @@ def _has_locks(workdir: epath.Path) -> bool:
 
 
 def _open_to_read(workdir: epath.Path) -> IO[str]:
-  """The file of the lock, which may belong to another user."""
+  """The file of the lock, which may belong to another user.
+
+  NFS shares a lock only of a file that is open for reading.
+  """
   try:
-    return open(workdir / LOCK, "a", encoding="utf-8")
+    return open(workdir / LOCK, "a+", encoding="utf-8")
   except PermissionError:
     return open(workdir / LOCK, encoding="utf-8")
 

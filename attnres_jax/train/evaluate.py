@@ -48,7 +48,7 @@ class Evaluator:
     self._eval_step = eval_step
     self._target_bytes = None
     if separator_id is not None:
-      self._target_bytes = _count_bytes(self._batches, separator_id)
+      self._target_bytes = _count_bytes(self._batches, separator_id, mesh)
 
   def __call__(self, model: Any) -> dict[str, float]:
     """Nats per token (and bits per byte), token count and seconds taken."""
@@ -74,13 +74,19 @@ def _first_batches(dataset: Any, count: int) -> list[Batch]:
     iterator.close()
 
 
-def _count_bytes(batches: Sequence[Batch], separator_id: int) -> int:
+def _count_bytes(
+  batches: Sequence[Batch], separator_id: int, mesh: jax.sharding.Mesh
+) -> int:
   """Number of targets that count and are bytes, over all processes."""
   count = sum(
     int(np.sum(loss.counted(one) & (one["tokens"][:, 1:] != separator_id)))
     for one in batches
   )
   if jax.process_count() > 1:
-    counts = multihost_utils.process_allgather(np.array(count, np.int32))
-    count = int(counts.astype(np.int64).sum())
+    part, _ = sharding.share_of_rows(mesh, jax.process_index())
+    counts = multihost_utils.process_allgather(
+      np.array([part, count], np.int32)
+    )
+    # Ranks of a pipeline have the same part.
+    count = sum(dict(counts.tolist()).values())
   return count

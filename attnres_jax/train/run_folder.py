@@ -22,10 +22,11 @@ from attnres_jax.train import account
 from attnres_jax.train import checkpoint
 from attnres_jax.train import goodput
 from attnres_jax.train import metrics as metrics_lib
+from attnres_jax.train import train_state
 
 # Fields that may differ when a run is resumed: where, how often and how fast
 # things are written, read and computed, not what. A prefix ends in a dot.
-# `train.steps` may differ too, until the schedule starts to depend on it.
+# `train.steps` may differ too, until the schedule or an average depends on it.
 HARMLESS = (
   "name",
   "log.",
@@ -109,7 +110,9 @@ def changes(
   harmless = HARMLESS
   lengths = (old.train.steps, config.train.steps)
   settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
-  if steps[-1] <= settled:
+  first = train_state.first_averaged(config.train)
+  averages = config.train.average_last and steps[-1] >= first
+  if steps[-1] <= settled and not averages:
     harmless += ("train.steps",)
   found = {
     field: values

@@ -72,10 +72,12 @@ class Source:
     there = {n: s for n, s in stored.items() if n.startswith("opt_state/")}
     continued = there == {n: a.shape for n, a in wanted["opt_state"].items()}
     names = wanted["model"] | (wanted["opt_state"] if continued else {})
-    state = program.init_state()
-    loaded = trees.to_flat(state)
-    read = checkpoint.read(self.run, self.step, names)
+    loaded = trees.to_flat(program.init_state())
     old = {plain: name for name, plain in places.items()}
+    for name in names:
+      # Both may not fit into memory.
+      loaded.pop(old.get(name, name)).delete()
+    read = checkpoint.read(self.run, self.step, names)
     loaded |= {old.get(name, name): leaf for name, leaf in read.items()}
     state = trees.from_flat(like, loaded)
     if state.average is not None:

@@ -36,7 +36,22 @@ def no_locks(monkeypatch):
   monkeypatch.setattr(fcntl, "flock", flock)
 
 
-@pytest.fixture(params=["disk", "no_locks"])
+@pytest.fixture
+def nfs(monkeypatch):
+  """A network disk, which compares a lock with how its file is opened."""
+  known = fcntl.flock
+  wrong = {os.O_WRONLY: fcntl.LOCK_SH, os.O_RDONLY: fcntl.LOCK_EX}
+
+  def flock(file, kind):
+    opened = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+    if kind & wrong.get(opened, 0):
+      raise OSError(errno.EBADF, "Bad file descriptor")
+    known(file, kind)
+
+  monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.fixture(params=["disk", "nfs", "no_locks"])
 def place(request, tmp_path):
   """A folder of each kind, which does not exist yet."""
   if request.param != "disk":
@@ -147,6 +162,17 @@ def test_of_two_with_one_pid_one_creates_a_file(tmp_path, monkeypatch):
   monkeypatch.setattr(os, "link", late)
   assert not stores.create(path, b"mine!")
   assert path.read_bytes() == b"other"
+
+
+def test_a_heartbeat_leaves_no_moment_without_a_lease(tmp_path):
+  """Whoever reads half of a lease would take the folder."""
+  path = tmp_path / "lease"
+  stores.write(path, b"old")
+  with open(path, "rb") as opened:
+    stores.write(path, b"new")
+    assert opened.read() == b"old"
+  assert path.read_bytes() == b"new"
+  assert os.listdir(tmp_path) == ["lease"]
 
 
 def test_a_full_disk_keeps_a_lock_all_the_same(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@
 import math
 
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
@@ -82,6 +83,18 @@ def test_sums_over_the_first_batches_every_time():
       rtol=1e-6,
     )
   assert dataset.closed == 1
+
+
+def test_processes_with_the_same_rows_count_their_bytes_once(monkeypatch):
+  batches = _batches(3)
+  alone, _ = _evaluator(batches)
+  gather = lambda mine: np.stack([mine, mine])
+  monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  ranks, _ = _evaluator(batches)
+  monkeypatch.undo()
+  model = jnp.float32(1.0)
+  assert ranks(model)["bits_per_byte"] == alone(model)["bits_per_byte"]
 
 
 def test_bits_per_byte_only_of_bytes():

@@ -389,17 +389,20 @@ def test_harmless_changes_are_accepted(quick_whole, quick_run, quick):
 
 
 @pytest.mark.parametrize(
-  "schedule,decay_fraction,allowed",
-  # Of six steps; a wsd rate decays in none, or in the last two, of them.
-  [("constant", 0.2, True), ("cosine", 0.2, False),
-   ("wsd", 0.0, True), ("wsd", 0.3, False)],
+  "schedule,decay_fraction,average_last,allowed",
+  # Of six steps; a wsd rate decays in none, or in the last two, of them. Of
+  # seven, the last is averaged, or the last four, of which three are done.
+  [("constant", 0.2, 0.0, True), ("cosine", 0.2, 0.0, False),
+   ("wsd", 0.0, 0.0, True), ("wsd", 0.3, 0.0, False),
+   ("constant", 0.2, 0.1, True), ("constant", 0.2, 0.5, False)],
 )  # fmt: skip
-def test_steps_are_harmless_while_the_rate_does_not_depend_on_them(
-  quick, tmp_path, monkeypatch, schedule, decay_fraction, allowed
+def test_steps_are_harmless_while_nothing_depends_on_them(
+  quick, tmp_path, monkeypatch, schedule, decay_fraction, average_last, allowed
 ):
   fields = quick | {
     "optim.schedule": schedule,
     "optim.decay_fraction": decay_fraction,
+    "train.average_last": average_last,
   }
   short, longer = (
     tiny_run.config(fields | {"train.steps": steps}) for steps in (6, 7)

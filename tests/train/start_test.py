@@ -57,6 +57,27 @@ def test_begins_with_the_weights_and_the_state_of_the_optimiser(run, fields):
   _assert_equal(state.opt_state, restored.state.opt_state)
 
 
+def test_new_weights_make_room_for_those_that_are_read(
+  run, fields, monkeypatch
+):
+  made, read = [], checkpoint.read
+  init = train_state.Program.init_state
+
+  def init_state(program):
+    made.append(init(program))
+    return made[-1]
+
+  def read_late(*args):
+    leaves = jax.tree.leaves((made[0].model, made[0].opt_state))
+    assert all(leaf.is_deleted() for leaf in leaves)
+    return read(*args)
+
+  monkeypatch.setattr(train_state.Program, "init_state", init_state)
+  monkeypatch.setattr(checkpoint, "read", read_late)
+  _, continued = _load(fields | {"train.start_from": str(run)})
+  assert made and continued
+
+
 def test_any_checkpoint_and_another_optimiser(run, fields):
   path = run / checkpoint.CHECKPOINTS / "4"
   fields = fields | {"train.start_from": str(path), "optim.name": "muon"}
