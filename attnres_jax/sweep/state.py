@@ -39,8 +39,7 @@ STATUSES = (
 _Status = Annotated[
   str, fields.Accepted(lambda one: one in STATUSES, " or ".join(STATUSES))
 ]
-# Workers without a name of a run take these; launchers refused ones, too, since
-# a person may have mended what was wrong.
+# Workers without a name of a run take these.
 OPEN = (PENDING, RUNNING, STOPPED, FAILED)
 BAD = (FAILED, REFUSED, DIVERGED, DAMAGED)
 OF_EXIT = {

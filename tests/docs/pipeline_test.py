@@ -6,6 +6,7 @@ import shlex
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
+from attnres_jax.pipeline import __main__ as command
 from attnres_jax.pipeline import spmd
 from tests import tiny_run
 
@@ -32,6 +33,13 @@ def test_the_run():
   mesh = sharding.make_mesh(config.mesh)
   assert mesh.shape["stage"] == 4 and config.pipeline.virtual_stages == 2
   assert spmd.make_pipeline(config, mesh).microbatches == 16
+
+
+def test_drawings():
+  drawn = re.findall(r"python\s-m attnres_jax\.pipeline([^`\n]*)", TEXT)
+  assert len(drawn) == 2
+  for flags in drawn:
+    assert command.draw(shlex.split(flags))
 
 
 def test_fields_are_those_of_the_config():

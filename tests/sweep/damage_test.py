@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One bad run stops no other: every kind of damage under every command."""
 
+import dataclasses
 import json
 import shutil
 
@@ -320,6 +321,21 @@ def test_a_run_that_kills_its_worker_makes_way(sweep, monkeypatch):
     with pytest.raises(SystemExit):
       worker.work_all(folder)
   assert begun == [bad] * worker.MAX_TRIES + [good, bad]
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_launch_gives_a_refused_run_to_any_worker(sweep, dry_run):
+  """A person may have mended what was wrong."""
+  folder, _ = sweep
+  name, *_ = _names(folder)
+  state = state_lib.State(state_lib.REFUSED, attempts=3, seconds=7.0)
+  state_lib.write(folder / name, state)
+  runs = folder_lib.read(folder)
+  options = launchers.Options(dry_run=dry_run)
+  assert [run.name for run in launchers.todo(runs, folder, options)] == [name]
+  if not dry_run:
+    state = dataclasses.replace(state, status=state_lib.PENDING)
+  assert state_lib.read(folder / name) == state
 
 
 def test_a_run_without_a_description_is_not_tried_again(sweep):

@@ -92,12 +92,20 @@ def todo(
 ) -> list[grid.Run]:
   """The runs to start workers for: neither done, diverged nor damaged.
 
-  All of them in a dry run with a bucket, which need not exist or be reachable.
+  A launch makes refused ones pending: a person may have mended what was wrong,
+  and workers without a name of a run leave refused ones alone. In a dry run
+  with a bucket, which need not exist or be reachable, all runs.
   """
   if options.dry_run and files.is_remote(folder):
     return list(runs)
   over = (state_lib.DONE, state_lib.DIVERGED, state_lib.DAMAGED)
-  folder = epath.Path(folder)
-  return [
-    run for run in runs if state_lib.read(folder / run.name).status not in over
-  ]
+  found = []
+  for run in runs:
+    workdir = epath.Path(folder) / run.name
+    state = state_lib.read(workdir)
+    if state.status == state_lib.REFUSED and not options.dry_run:
+      state = dataclasses.replace(state, status=state_lib.PENDING)
+      state_lib.write(workdir, state)
+    if state.status not in over:
+      found.append(run)
+  return found

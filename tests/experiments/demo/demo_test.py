@@ -44,6 +44,18 @@ def make_look(folder, run, first=True):
   return report.Look(weights, magnitudes, text)
 
 
+def test_the_page_trains_longer():
+  text = (tiny_run.ROOT / "experiments/demo/README.md").read_text()
+  (flags,) = re.findall(r'ARGS="(.*?)"', text)
+  options = cli.make_parser(run_lib.EXPERIMENT).parse_args(flags.split())
+  runs = grid.load(options.config.spec, options.config.fields)
+  longer, usual = (
+    [run.config["train"]["steps"] for run in some if "budget" not in run.name]
+    for some in (runs, grid.load(SPEC))
+  )
+  assert longer == [2 * steps for steps in usual]
+
+
 def leave(folder):
   """A finished demo: PreNorm's loss falls as steps^-0.1."""
   runs = folder_lib.prepare(folder, grid.load(SPEC), SPEC)
