@@ -90,7 +90,9 @@ def get_config(arg=None):
   config.optim.warmup_steps = (
     kimi_linear.warmup_steps(steps) if of_paper else steps // 20
   )
-  config.train.eval_every = config.checkpoint.every_steps = steps // 4
+  config.train.eval_every = steps // 4
+  if not of_paper:
+    config.checkpoint.every_steps = steps // 4
   config.train.depth_every = 0
   config.checkpoint.keep_last = 2
   if arg.planned:

@@ -222,5 +222,6 @@ def _lengthen(config, arg):
   )
   if config.train.eval_every:
     config.train.eval_every = whole // 4
-  config.checkpoint.every_steps = whole // 10
+  if not of_paper:  # A tenth may be ten hours.
+    config.checkpoint.every_steps = whole // 10
   config.checkpoint.keep_last = 2

@@ -18,10 +18,12 @@ class Chip:
   Attributes:
     peak_flops_per_second: of dense bfloat16 products (float16 if a chip has no
       bfloat16).
-    hbm_bytes: memory, as assumed by the compiler, like the next field.
-    hbm_bytes_per_second: bandwidth between memory and core.
+    hbm_bytes: memory that a program may use. The compiler says so on the chip
+      ("of 31.25G hbm"); without one, it also counts what the runtime reserves.
+    hbm_bytes_per_second: bandwidth between memory and core, as assumed by the
+      compiler.
     link_bytes_per_second: bandwidth over all links to other chips, one way, as
-      published.
+      published; of a device, its share.
     clock_hz: of the core.
     published_hbm_bytes_per_second: bandwidth as the maker states it.
   """
@@ -38,15 +40,15 @@ class Chip:
 CHIPS = {
   "TPU v2": Chip(22.5e12),
   "TPU v3": Chip(61.5e12),
-  "TPU v4": Chip(275e12, 32 * _GIB, 1230e9, 300e9, 1.05e9, 1228e9),
+  "TPU v4": Chip(275e12, 30.75 * _GIB, 1230e9, 300e9, 1.05e9, 1228e9),
   "TPU v4 lite": Chip(138e12),
-  "TPU v5 lite": Chip(197e12, 16 * _GIB, 820e9, 200e9, 1.5e9, 819e9),
+  "TPU v5 lite": Chip(197e12, 15.75 * _GIB, 820e9, 200e9, 1.5e9, 819e9),
   "TPU v5e": Chip(197e12),
   "TPU v5": Chip(459e12, 95 * _GIB, 2460e9, 600e9, 1.75e9, 2765e9),
   "TPU v5p": Chip(459e12),
-  "TPU v6 lite": Chip(918e12, 32 * _GIB, 1640e9, 448e9, 1.75e9, 1640e9),
+  "TPU v6 lite": Chip(918e12, 31.25 * _GIB, 1640e9, 448e9, 1.75e9, 1640e9),
   "TPU v6e": Chip(918e12),
-  "TPU7x": Chip(1153.5e12, 96 * _GIB, 3700e9, 600e9, 2.2e9, 3690e9),
+  "TPU7x": Chip(1153.5e12, 94.75 * _GIB, 3700e9, 300e9, 2.2e9, 3690e9),
   "TPU v7x": Chip(1153.5e12),
   "NVIDIA B200": Chip(2250e12),
   "NVIDIA GB200": Chip(2500e12),

@@ -17,10 +17,18 @@ def write(
 ) -> None:
   """Writes the columns of all rows; cells without a value are empty.
 
-  Without rows the file is empty, and so nobody's.
+  A column that earlier rows lack keeps its place, such as an override that only
+  some runs have: results come after it. Without rows the file is empty, and so
+  nobody's.
   """
   rows = list(rows)
-  columns = list(dict.fromkeys(name for row in rows for name in row))
+  columns: list[str] = []
+  for row in rows:
+    at = len(columns)
+    for name in row:
+      if name not in columns:
+        columns.insert(at, name)
+      at = columns.index(name) + 1
   text = io.StringIO()
   writer = csv.DictWriter(text, columns, lineterminator="\n")
   if columns:

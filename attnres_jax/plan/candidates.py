@@ -182,7 +182,7 @@ class _Device:
 
   Attributes:
     config: with the mesh.
-    state: of parameters and optimiser, at rest.
+    state: of parameters, their average and the optimiser, at rest.
     gradient: the float32 gradient, as parameters are at rest.
     gathered: parameters that a device computes with, in the dtype of products.
     tokens: of a device and step.
@@ -207,7 +207,7 @@ class _Device:
     shards = sharding.num_row_shards(mesh) * mesh.shape[sharding.TENSOR]
     return cls(
       config,
-      state=sharding.bytes_per_device((state.model, state.opt_state)),
+      state=sharding.bytes_per_device(state),
       gradient=sharding.bytes_per_device(state.model),
       gathered=used / 4 * jnp.dtype(config.model.dtype).itemsize,
       tokens=data.batch_size * data.sequence_length / shards,

@@ -36,6 +36,7 @@ HARMLESS = (
   "pipeline.",
   "optim.accumulate_steps",
   "model.remat",
+  "loss.tile_tokens",
   "train.log_every",
   "train.eval_every",
   "train.depth_every",

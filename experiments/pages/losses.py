@@ -111,11 +111,14 @@ def at_their_best(
 
 
 def rows_at_their_best(rows: Sequence[Row], column: str) -> list[Row]:
-  """Those of each setting and scheme at its own best value of `column`."""
-  found = _by_value(rows, column)
+  """Those of each setting and scheme at its own best value of `column`.
+
+  Without the overridden field, which would tell sizes of pairs apart.
+  """
+  found, without = _by_value(rows, column), _without(rows, column)
   return [
-    row
-    for label, own in by_setting(rows, _without(rows, column)).items()
+    {name: row[name] for name in row if name not in without - {column}}
+    for label, own in by_setting(rows, without).items()
     for row in own
     if float(row[column]) == _best(found[label][row["residual"]])
   ]

@@ -137,9 +137,10 @@ def spread_of(rows: Sequence[Row], study: Study) -> pairs.Spread | None:
 
 
 def _baselines(rows: Sequence[Row]) -> set[tuple[Any, ...]]:
+  # Of a sweep, these are numbers; in a file, text.
   names = "active_params", "tokens", "peak_lr"
   return {
-    tuple(row.get(name) for name in names)
+    tuple(str(row.get(name)) for name in names)
     for row in rows
     if row["variant"] == BASELINE
   }
@@ -369,7 +370,7 @@ def _runs(rows: Sequence[Row], counted: str) -> fit_lib.Runs:
   return fit_lib.Runs(
     compute=[float(row[counted]) for row in rows],
     loss=[float(row["validation_loss"]) for row in rows],
-    size=tuple(row["tokens"] for row in rows),
+    size=tuple(int(row["tokens"]) for row in rows),
     seed=tuple(int(row["seed"]) for row in rows),
   )
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import analysis
+from attnres_jax.analysis import plots
 from tests.analysis import networks
 
 TOKENS = networks.tokens(2, 7)
@@ -46,6 +47,13 @@ def test_columns_are_named():
   )
   assert found.columns == ("embedding", "block 1", "block 2")
   assert found.output_columns == found.columns
+
+
+def test_columns_of_every_scheme_can_be_drawn():
+  found = analysis.depth_weights(networks.network("haares"), TOKENS)
+  axes, *_ = plots.depth_weights({"haares": found}).axes
+  labels = [label.get_text() for label in axes.get_xticklabels()]
+  assert labels == ["emb", "b1", "d1", "b2", "d2"]
 
 
 @pytest.mark.parametrize("name", ["prenorm", "rescaled"])

@@ -89,9 +89,12 @@ def test_weights_are_those_of_the_reads():
   )
   weights = analysis.depth_weights(model, tokens[:, :-1])
   np.testing.assert_allclose(found.weights[2], weights.attention[1], atol=1e-6)
-  assert (
-    analysis.source_removal(
-      networks.network("prenorm", num_layers=2), tokens
-    ).weights
-    is None
-  )
+
+
+@pytest.mark.parametrize("name", ["prenorm", "haares"])
+def test_schemes_without_one_weight_per_source(name):
+  """HAARES weighs the sum of a block and its detail."""
+  model = networks.network(name, num_layers=2, block_size=BLOCK)
+  found = analysis.source_removal(model, networks.tokens(2, 6))
+  assert found.weights is None
+  assert np.nanmax(np.abs(found.importance)) > 0

@@ -18,3 +18,10 @@ def test_rows_come_back_as_text_with_the_columns_of_all(tmp_path):
     {"a": "1", "b": "x, y", "c": ""},
     {"a": "0.5", "b": "", "c": ""},
   ]
+
+
+def test_overrides_that_the_first_run_lacks_stay_before_results(tmp_path):
+  rows = [{"run": "a", "loss": 2}, {"run": "b", "budget": 3, "loss": 1}]
+  csv_rows.write(tmp_path / "rows.csv", rows)
+  header, *_ = (tmp_path / "rows.csv").read_text().splitlines()
+  assert header == "run,budget,loss"

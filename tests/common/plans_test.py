@@ -11,6 +11,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import plans
 from attnres_jax.common import sharding
+from attnres_jax.train import run_folder
 from tests import tiny_run
 
 DEVICES = [types.SimpleNamespace(device_kind="TPU v5")] * 4
@@ -70,6 +71,12 @@ def test_fields_at_their_defaults_do_not_matter(file, monkeypatch):
 
   monkeypatch.setattr(config_lib, "to_dict", later)
   assert row is not None and row == plans.find(_config(), DEVICES, file)
+
+
+@pytest.mark.parametrize("field", plans.COLUMNS.values())
+def test_a_run_may_resume_with_another_plan(field):
+  """Such as that of another slice."""
+  assert run_folder.is_harmless(field)
 
 
 def test_without_a_plan(file, tmp_path):

@@ -152,6 +152,8 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
   lines = report.table(study, report.with_shared(study, own)).rows
   assert [line[0] for line in lines] == ["PreNorm", "S = 1", "S = 2", "S = 4"]
   assert lines[2][3] == "\N{MINUS SIGN}0.0400 \N{PLUS-MINUS SIGN} 0.0000"
+  # A row of a sweep is paired with rows of a file.
+  assert float(lines[2][5].split()[0]) > 1
   axes = report.forest(study, own).axes[0]
   labels = [label.get_text() for label in axes.get_yticklabels()]
   assert labels == ["S = 1", "S = 2", "S = 4"]

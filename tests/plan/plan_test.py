@@ -90,7 +90,8 @@ def test_plans_that_keep_most_of_the_memory_come_last(devices):
   """Even if less is computed again; of two, the one that keeps less first."""
   config = _config(**{"model.width": 2048, "data.sequence_length": 16384})
   found, _ = candidates.plans(config, devices)
-  shares = [plan.kept_bytes / 2**34 for plan in found]
+  memory = topology.chip(devices[0]).hbm_bytes
+  shares = [plan.kept_bytes / memory for plan in found]
   large = [share for share in shares if share > 0.75]
   assert 0 < len(large) < len(found)
   assert shares[-len(large) :] == sorted(large)
@@ -103,6 +104,19 @@ def test_plans_do_not_depend_on_what_they_replace(devices):
   fields = {"optim.accumulate_steps": 4, "model.remat": "dots", "mesh.data": 4}
   other, _ = candidates.plans(_config(**fields), devices)
   assert other == plain
+
+
+def test_an_average_of_the_weights_is_kept(devices):
+  plain, averaged = (
+    candidates.plans(_config(**{"train.average_last": share}), devices)[0]
+    for share in (0.0, 0.5)
+  )
+  state = jax.eval_shape(lambda: models.build_model(_config().model))
+  average = 4 * sum(leaf.size for leaf in jax.tree.leaves(state))
+  for one, other in zip(plain, averaged, strict=True):
+    assert one.overrides == other.overrides
+    kept = (other.kept_bytes - one.kept_bytes) * one.overrides["mesh.fsdp"]
+    assert kept == pytest.approx(average, rel=0.1)
 
 
 @pytest.mark.parametrize(

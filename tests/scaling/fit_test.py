@@ -119,6 +119,18 @@ def test_a_failed_run_is_left_out():
   assert fits["part"].law != fits["whole"].law
 
 
+def test_two_runs_have_no_interval():
+  """Every draw would be these two, and the interval of width zero."""
+  runs = {
+    name: fit.Runs([1, 10], losses, ("s", "m"), (0, 0))
+    for name, losses in (("a", [3, 2]), ("b", [2.9, 1.9]))
+  }
+  fits = fit.fit_schemes(runs, np.random.default_rng(12), num_samples=20)
+  advantage = compute_advantage(fits["a"], fits["b"], 10)
+  for found in (fits["a"].exponent(), advantage):
+    assert found == (found.value, None, None)
+
+
 @pytest.mark.usefixtures("any_arguments")
 @pytest.mark.parametrize(
   "call,message",

@@ -13,6 +13,7 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
+from experiments.pages import losses as losses_lib
 from experiments.pages import sweep
 from experiments.scaling_law import report
 from tests.sweep import tiny_sweep
@@ -124,6 +125,25 @@ def test_learning_rates(tmp_path):
   minus = "\N{MINUS SIGN}"
   assert best.count(f"at 0.003 ({minus}0.0100 ± 0.0000)") == 4
   assert laws.count("| + attention |") == 2
+
+
+def test_schemes_at_different_rates_are_pairs():
+  """At its own rate, Block needs 1.25 times less compute at every size."""
+  rows = []
+  for compute, size in enumerate("sml", 1):
+    for scheme, best, faster in (
+      ("prenorm", 0.01, 1.0), ("block_attnres", 0.02, 1.25),
+    ):  # fmt: skip
+      for rate in (0.01, 0.02):
+        row = {"residual": scheme, "size": size, "optim.peak_lr": rate}
+        row |= {"seed": 0, "active_params": 1, "peak_lr": rate}
+        row |= {f"compute_{name}": compute for name in compute_lib.COUNTINGS}
+        loss = 3.0 * (faster * compute) ** -0.1 + (rate != best)
+        rows.append(row | {"validation_loss": loss})
+  chosen = losses_lib.rows_at_their_best(rows, "peak_lr")
+  text = report.laws(chosen).markdown()
+  # By the laws, and over all pairs.
+  assert text.count("| 1.25 [1.25, 1.25] | 1.25 [1.25, 1.25] |") == 3
 
 
 def test_no_device_is_started(laptop, monkeypatch):
