@@ -175,14 +175,23 @@ def product(**axes: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def select(runs: Iterable[Named], pattern: str) -> list[Named]:
-  """The runs, or their progress, whose names match the regular expression."""
+  """The runs, or their progress, whose names match the regular expression.
+
+  Raises:
+    ConfigError: it is none, or matches none.
+  """
   try:
     expression = re.compile(pattern)
   except re.error as error:
     config_lib.fail_argument(
       "pattern", pattern, f"a regular expression ({error})"
     )
-  return [run for run in runs if expression.search(run.name)]
+  found = [run for run in runs if expression.search(run.name)]
+  if pattern and not found:
+    raise config_lib.ConfigError(
+      f"--only: got {pattern!r}, which matches no run"
+    )
+  return found
 
 
 def config_hash(config: Mapping[str, Any]) -> str:

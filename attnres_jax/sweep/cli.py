@@ -88,10 +88,6 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   folder = epath.Path(options.workdir)
   source = options.config
   runs = grid.load(source.spec, source.fields)
-  if options.only and not grid.select(runs, options.only):
-    raise config_lib.ConfigError(
-      f"--only: got {options.only!r}, which matches no run"
-    )
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
   found = budget.prices(selected, plans.rows(options.plans))

@@ -147,6 +147,8 @@ def test_select():
   assert names == ["m-seed1"]
   with pytest.raises(ValueError, match=r"^pattern: got '\(', expected a reg"):
     grid.select(sweep.runs, "(")
+  with pytest.raises(ValueError, match="^--only: got 'xl-', which matches no"):
+    grid.select(sweep.runs, "xl-")
 
 
 def test_bad_overrides_are_named(resolve):
