@@ -109,45 +109,59 @@ def test_a_running_answer_is_not_idle(strict):
   assert answer["usage"]["completion_tokens"] == 30
 
 
-_COMPLETIONS = "/v1/completions"
+_KINDS, _COMPLETIONS = 15, "/v1/completions"
 
 
-def _bodies():
+def _bodies(rng, count):
   """Bodies within the limits, as large as these allow.
 
   Yields:
     The path, the body, and the size of the chunks that it is sent in, or 0.
   """
   limit = 2**20
-  text, ids = string.printable * 10, [*range(256)] * 700
-  for fields in (
-    dict(prompt=["a"] * 20_000, n=128),
-    dict(n=34, max_tokens=300),
-    dict(n=34, logprobs=3, prompt="a" * 300),
-    dict(stop="a" * (limit - 1000)),
-    dict(
-      stop=[("a" * 999) + chr(65 + i) for i in range(16)],
-      prompt="a" * 200, max_tokens=40, past_end=True,
-    ),
-    dict(prompt=text * 1000),
-    dict(prompt=ids),
-    dict(prompt=[[97] * 400] * 34, logprobs=3),
-    dict(user="x" * (limit - 1000)),
-    {f"field{i}": i for i in range(20_000)},
-  ):  # fmt: skip
-    body = json.dumps(dict(prompt="a", max_tokens=4) | fields)
-    yield _COMPLETIONS, body.encode()[:limit], 0
-  # Lists: deep, small, of the wrong entries.
-  for name, part in (
-    (b"prompt", b"[" * 100 + b"]" * 100), (b"prompt", b"[1]"),
-    (b"prompt", b"[]"), (b"stop", b"{}"),
-  ):  # fmt: skip
-    parts = b",".join([part] * ((limit - 100) // (len(part) + 1)))
-    yield _COMPLETIONS, b'{"%b":[%b]}' % (name, parts), 0
-  # Most of what is sent are the sizes of chunks.
-  yield _COMPLETIONS, json.dumps(dict(prompt=text * 200)).encode(), 1
-  for size in (9, 400, len(ids)):
-    yield "/depth_weights", json.dumps(dict(prompt=ids[:size])).encode(), 0
+  text = "".join(rng.choice(string.printable) for _ in range(1000))
+  for number in range(count):
+    kind = number % _KINDS
+    body = dict(prompt="a", max_tokens=rng.randrange(1, 5))
+    if kind == 0:
+      body |= rng.choice(
+        (dict(prompt=["a"] * 20_000, n=128), dict(n=34, max_tokens=300))
+      )
+    elif kind == 1:
+      body |= dict(stop="a" * (limit - 1000))
+    elif kind == 2:
+      body |= dict(stop=[("a" * 999) + chr(65 + i) for i in range(16)])
+      body |= dict(prompt="a" * 200, max_tokens=40, past_end=True)
+    elif kind == 3:
+      body |= dict(prompt=text * 1000)
+    elif kind == 4:
+      body |= dict(prompt=[rng.randrange(300) for _ in range(180_000)])
+    elif kind == 5:
+      body |= dict(prompt=[[97] * 400] * 34, logprobs=3)
+    elif kind == 6:
+      body |= dict(user="x" * (limit - 1000))
+    elif kind == 7:
+      body |= {f"field{i}": i for i in range(20_000)}
+    elif kind in (8, 9, 10):  # Lists: deep, small, of the wrong entries.
+      part = (b"[" * 100 + b"]" * 100, b"[1]", b"[]")[kind - 8]
+      parts = b",".join([part] * ((limit - 100) // (len(part) + 1)))
+      yield _COMPLETIONS, b'{"prompt":[' + parts + b"]}", 0
+      continue
+    elif kind == 11:
+      parts = b",".join([b"{}"] * (limit // 3 - 100))
+      yield _COMPLETIONS, b'{"stop":[' + parts + b"]}", 0
+      continue
+    elif kind == 12:  # Most of what is sent are the sizes of chunks.
+      body |= dict(prompt=text * 200)
+      yield _COMPLETIONS, json.dumps(body).encode(), 1
+      continue
+    elif kind == 13:
+      ids = [rng.randrange(256) for _ in range(rng.choice((9, 400, 180_000)))]
+      yield "/depth_weights", json.dumps(dict(prompt=ids)).encode(), 0
+      continue
+    else:
+      body |= dict(n=34, logprobs=3, prompt="a" * 300)
+    yield _COMPLETIONS, json.dumps(body).encode()[:limit], 0
 
 
 def _longest_waits(server, bodies):
@@ -203,6 +217,14 @@ def _longest_waits(server, bodies):
   return waits, count
 
 
+def _check_waits(server, count, seed):
+  bodies = [*_bodies(random.Random(seed), count)]
+  waits, events = _longest_waits(server, bodies)
+  local_server.until(server.is_idle, 120)
+  print(waits, f"s, {events} events beside {count} bodies")
+  assert max(waits.values()) < 1
+
+
 @pytest.fixture(scope="module")
 def warm(model):
   engine = local_server.make_engine(model)
@@ -214,11 +236,12 @@ def warm(model):
 
 
 def test_no_body_delays_a_neighbour_by_a_second(warm):
-  bodies = [*_bodies()]
-  waits, events = _longest_waits(warm, bodies)
-  local_server.until(warm.is_idle, 120)
-  print(waits, f"s, {events} events beside {len(bodies)} bodies")
-  assert max(waits.values()) < 1
+  _check_waits(warm, count=_KINDS, seed=0)
+
+
+@pytest.mark.slow
+def test_no_body_delays_a_neighbour_by_a_second_for_long(warm):
+  _check_waits(warm, count=150, seed=10)
 
 
 def test_one_request_leaves_a_slot_and_places_to_others(warm):
