@@ -225,7 +225,8 @@ def share_of_rows(mesh: Mesh, process: int) -> tuple[int, int]:
   rows, and so read the same part.
 
   Raises:
-    ConfigError: the rows of two processes overlap but are not the same.
+    ConfigError: the rows of two processes overlap but are not the same, or the
+      process has no device of the mesh.
   """
   places = np.arange(num_row_shards(mesh))
   places = places.reshape([mesh.shape[axis] for axis in ROWS])
@@ -240,6 +241,12 @@ def share_of_rows(mesh: Mesh, process: int) -> tuple[int, int]:
       sizes,
       f"sizes that give any two of {len(seen)} processes the same rows of a"
       " batch or none in common",
+    )
+  if process not in seen:
+    config_lib.fail(
+      "mesh",
+      " x ".join(f"{n} {axis}" for axis, n in mesh.shape.items()),
+      f"sizes that use devices of all processes; process {process} has none",
     )
   return parts.index(tuple(sorted(seen[process]))), len(parts)
 

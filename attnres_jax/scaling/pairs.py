@@ -76,11 +76,20 @@ class Difference(NamedTuple):
 def losses(
   rows: Sequence[Row], column: str, loss: str = "validation_loss"
 ) -> dict[str, dict[int, float]]:
-  """Losses, the cells of `loss`, by variant (of `column`) and by seed."""
+  """Losses, the cells of `loss`, by variant (of `column`) and by seed.
+
+  Raises:
+    ValueError: a variant has two rows of a seed, so these are several protocols.
+  """
   found: dict[str, dict[int, float]] = {}
   for row in rows:
-    own = found.setdefault(row[column], {})
-    own[int(row["seed"])] = float(row[loss])
+    own, seed = found.setdefault(row[column], {}), int(row["seed"])
+    if seed in own:
+      raise ValueError(
+        f"{column} {row[column]!r} has two rows of seed {seed}: choose one"
+        " protocol (size, steps, batch, learning rate)"
+      )
+    own[seed] = float(row[loss])
   return found
 
 

@@ -28,6 +28,7 @@ import logging
 import os
 import re
 import sys
+import time
 from typing import Any
 import warnings
 
@@ -54,6 +55,11 @@ SET_ASIDE = "checkpoints_set_aside"
 _MODEL_PREFIX = "model/"
 _PARTS = "model", "training"
 Shapes = dict[str, tuple[int, ...]]
+# A store that fails for a moment must not cost a good checkpoint.
+_REMOTE_PAUSES = 10.0, 60.0
+# Of a save with its checksums, which the first process reads back: those of the
+# 48B network's 600 GB would not fit into Orbax's 20 minutes.
+_SAVE_SECONDS = 4 * 3600
 # Of Orbax's older interface: it lists steps without reading their metadata.
 _NAMES = orbax.checkpoint.path.step.standard_name_format()
 
@@ -129,7 +135,8 @@ class Saver:
     # and before the checkpoint gets its name. (It copies a bound method, with
     # all that it is bound to.)
     options = ocp.options.AsyncOptions(
-      post_finalization_callback=lambda: self._write_checksums()
+      timeout_secs=_SAVE_SECONDS,
+      post_finalization_callback=lambda: self._write_checksums(),
     )
     with _quiet():
       self._checkpointer = ocp.training.Checkpointer(
@@ -242,8 +249,11 @@ def restore_latest(
   """
   steps = _agreed_steps(workdir)
   unreadable: dict[int, str] = {}
-  for step in reversed(steps):
+  pauses = _REMOTE_PAUSES if files.is_remote(workdir) else ()
+  attempts = [(step, p) for step in reversed(steps) for p in (0.0, *pauses)]
+  for step, pause in attempts:
     result, cause = None, "another process could not read it"
+    time.sleep(pause)
     with _quiet():
       try:
         result = _read(
@@ -259,6 +269,7 @@ def restore_latest(
       gc.collect()
     if _all_processes_agree(result is not None) and result is not None:
       flat, info, verified = result
+      unreadable.pop(step, None)  # An earlier attempt failed.
       unreadable |= _undescribed(workdir, steps[: steps.index(step)])
       _set_aside(workdir, unreadable)
       state = trees.from_flat(abstract_state, flat)

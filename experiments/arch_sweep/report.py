@@ -43,17 +43,24 @@ def heatmaps(
 ) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
   """Every rho, every eta, and losses of each scheme.
 
-  Losses are [rhos, etas]; NaN if no run is done.
+  Losses are [rhos, etas], means over seeds; NaN if no run is done.
   """
   rows = [row for row in rows if {"rho", "eta"} <= row.keys()]
   rhos = sorted({float(row["rho"]) for row in rows})
   etas = sorted({float(row["eta"]) for row in rows})
-  losses: dict[str, np.ndarray] = {}
+  cells: dict[tuple[str, float, float], list[float]] = {}
   for row in rows:
-    empty = np.full((len(rhos), len(etas)), np.nan)
-    found = losses.setdefault(row["residual"], empty)
-    cell = rhos.index(float(row["rho"])), etas.index(float(row["eta"]))
-    found[cell] = float(row["validation_loss"])
+    key = row["residual"], float(row["rho"]), float(row["eta"])
+    cells.setdefault(key, []).append(float(row["validation_loss"]))
+  losses = {
+    scheme: np.array(
+      [
+        [np.mean(cells.get((scheme, rho, eta), [np.nan])) for eta in etas]
+        for rho in rhos
+      ]
+    )
+    for scheme in dict.fromkeys(row["residual"] for row in rows)
+  }
   return rhos, etas, losses
 
 

@@ -45,6 +45,17 @@ def test_only_seeds_that_both_have():
   assert apart["a"].margin is None
 
 
+def test_rows_of_two_protocols_are_refused():
+  rows = [
+    {"arm": arm, "seed": "0", "rate": rate, "validation_loss": "2.0"}
+    for arm in ("base", "a")
+    for rate in ("0.01", "0.02")
+  ]
+  assert pairs.losses(rows[::2], "arm") == {"base": {0: 2.0}, "a": {0: 2.0}}
+  with pytest.raises(ValueError, match="arm 'base' has two rows of seed 0"):
+    pairs.losses(rows, "arm")
+
+
 def test_a_control_has_its_own_spread():
   found = {
     "base": {0: 1.0, 1: 1.0},

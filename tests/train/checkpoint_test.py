@@ -184,6 +184,28 @@ def test_damaged_newest_is_set_aside(tmp_path, damage):
   assert (aside / "3.1").is_dir()
 
 
+@pytest.mark.parametrize("failures, step", [(2, 3), (3, 2)])
+def test_a_store_that_fails_for_a_moment(tmp_path, monkeypatch, failures, step):
+  _save(tmp_path, [2, 3])
+  left = [failures]
+
+  def read(*args, **options):
+    left[0] -= 1
+    if left[0] >= 0:
+      raise ValueError("UNAVAILABLE: 503")
+    return original(*args, **options)
+
+  original = checkpoint._read
+  monkeypatch.setattr(checkpoint, "_read", read)
+  monkeypatch.setattr(checkpoint, "_REMOTE_PAUSES", (0.0, 0.0))
+  with monkeypatch.context() as patched:
+    patched.setattr(checkpoint.files, "is_remote", lambda path: True)
+    restored = _restore(tmp_path)
+  assert restored.step == step
+  assert restored.unreadable.keys() == set(range(step + 1, 4))
+  assert checkpoint.all_steps(tmp_path) == list(range(2, step + 1))
+
+
 def _flip(file, rng):
   data = bytearray(file.read_bytes())
   data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)

@@ -7,8 +7,8 @@ for cores slow each other down. A worker that is killed or meets an error that
 another attempt may not meet is started again; one that diverged or was refused
 is not.
 
-On Ctrl-C or SIGTERM, the workers save and stop; a second signal kills them. If
-a worker of another launcher holds a run, or a store fails, this launcher looks
+On Ctrl-C, SIGTERM or a closed terminal, the workers save and stop; a second
+signal kills them. If a worker of another launcher holds a run, or a store fails, this launcher looks
 again after a while, so that a launch ends when all runs have ended.
 """
 
@@ -244,8 +244,11 @@ def _start(
 def _signals_to(queue: _Queue) -> Iterator[None]:
   """A context in which signals stop a queue."""
   receive = lambda number, frame: queue.stop()
-  kinds = (signal.SIGINT, signal.SIGTERM)
-  previous = {kind: signal.signal(kind, receive) for kind in kinds}
+  previous = {
+    kind: signal.signal(kind, receive)
+    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if signal.getsignal(kind) is not signal.SIG_IGN  # As under nohup.
+  }
   try:
     yield
   finally:

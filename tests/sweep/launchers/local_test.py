@@ -151,7 +151,9 @@ def test_what_cannot_be_cured_is_not_started_again(sweep, capfd):
   assert found.acts[4:] == ["seed0 starts"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+  "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+)
 def test_a_signal_lets_workers_save_and_starts_no_other(sweep, capfd, number):
   found = sweep("long", "long", "ok")
 
