@@ -79,7 +79,7 @@ def losses(
   """Losses, the cells of `loss`, by variant (of `column`) and by seed.
 
   Raises:
-    ValueError: a variant has two rows of a seed, so these are several protocols.
+    ValueError: a variant has two rows of a seed: these are several protocols.
   """
   found: dict[str, dict[int, float]] = {}
   for row in rows:

@@ -8,8 +8,9 @@ another attempt may not meet is started again; one that diverged or was refused
 is not.
 
 On Ctrl-C, SIGTERM or a closed terminal, the workers save and stop; a second
-signal kills them. If a worker of another launcher holds a run, or a store fails, this launcher looks
-again after a while, so that a launch ends when all runs have ended.
+signal kills them. If a worker of another launcher holds a run, or a store
+fails, this launcher looks again after a while, so that a launch ends when all
+runs have ended.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
