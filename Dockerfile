@@ -2,4 +2,4 @@
 FROM python:3.12
 COPY . /attnres-jax
 WORKDIR /attnres-jax
-RUN pip install --no-cache-dir ".[tpu,gcs,ray,data,hf]"
+RUN pip install --no-cache-dir ".[tpu,gcs,ray,data,hf,plots]"

@@ -71,8 +71,9 @@ def _train(options: argparse.Namespace) -> exits.Exit:
       leave=_leave_early,
       plans=options.plans,
     )
-  except jax.errors.JaxRuntimeError as error:
-    if not options.distributed:
+  except Exception as error:
+    # What is wrong with a run, all processes find together.
+    if not options.distributed or exits.of_error(error) != exits.Exit.AGAIN:
       raise
     _leave(error)
   if summary["status"] == "stopped":

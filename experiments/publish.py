@@ -89,7 +89,7 @@ def _main(options: argparse.Namespace) -> None:
     config_lib.choose("--to", options.to, places)
     path = published.folder / f"{options.to}.csv"
     adopted = _adopted(options.adopt)
-    names = {row["run"] for row in adopted}
+    names = {row.get("run") for row in adopted}  # Others have no such column.
     known = published.read(options.to) if options.add else []
     kept = [row for row in known if row["run"] not in names]
     csv_rows.write(path, [*kept, *adopted])

@@ -88,7 +88,8 @@ class Study:
       speed-ups.
     longer: variants that are also trained with twice the steps.
     shares: a study with some of the same networks, under the same names. Those
-      are not trained again at the laptop's scale: its rows are used.
+      are not trained again at the laptop's scale: its committed rows are used,
+      if they are of the same text.
     deeper: variants that need the 32 sublayers of `deep` and `paper`.
     scale: by default.
     seeds: how many, by default.

@@ -236,7 +236,7 @@ print(f"validation loss {losses[-1]:.3f} nats per byte")
 # %% [markdown]
 # ### Your own text
 #
-# A column is a character, a row a source of one read. Read 9 is the readout,
+# A column is a byte, a row a source of one read. Read 9 is the readout,
 # which goes to the head. A bright cell has most of the weight of its column.
 
 
@@ -258,10 +258,11 @@ def show_read(text, read):
   names = labels[read - 1]
   weights_MT = trace(model, encode(text))[1][read - 1, : len(names), 0]
   title = "the readout" if read == 9 else f"what sublayer {read} reads"
+  marks = [chr(b) if 32 < b < 127 else "·" for b in text.encode()]
   with colab.figure(10, 2.6, title=title) as axes:
     shown = axes.imshow(weights_MT, aspect="auto", vmin=0, vmax=1, cmap="magma")
     axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.set_xticks(range(len(text)), [c.strip() or "·" for c in text])
+    axes.set_xticks(range(len(marks)), marks)
     axes.figure.colorbar(shown, label="weight")
 
 

@@ -49,6 +49,7 @@ def test_mean_of_the_last_weights(fields, tmp_path):
   tiny_run.train_here(tmp_path, fields)
   config = tiny_run.config(fields).with_vocab_size(257)
   assert train_state.first_averaged(config.train) == 4
+  loaded = {s: checkpoint.load_model(tmp_path, s)[1] for s in (3, 6)}
   states = {step: _at(tmp_path, step, config) for step in (6, 5, 4, 3)}
   mean = jax.tree.map(
     lambda *leaves: np.mean(leaves, axis=0),
@@ -64,6 +65,11 @@ def test_mean_of_the_last_weights(fields, tmp_path):
     jax.tree.leaves(states[3].average), jax.tree.leaves(first.model)
   ):
     np.testing.assert_array_equal(a, b)
+  # What is sampled and exported is what was evaluated.
+  for step, model in ((3, states[3].model), (6, states[6].average)):
+    found = map(jax.tree.leaves, (loaded[step], model))
+    for a, b in zip(*found, strict=True):
+      np.testing.assert_array_equal(a, b)
   rows = metrics.read_rows(tmp_path, "validation")
   assert ["last_weights_loss" in row for row in rows] == [False, True, True]
   assert rows[-1]["loss"] != rows[-1]["last_weights_loss"]

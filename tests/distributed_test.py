@@ -4,6 +4,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -104,6 +106,32 @@ def test_all_processes_learn_that_the_folder_is_taken(fields, tmp_path):
   after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
   assert after == before
   claim.release()
+
+
+_MEETING = """
+import sys
+import jax
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from attnres_jax.sweep import worker
+print(worker._all_come("both"))
+worker._BARRIER_SECONDS = 1.0
+if sys.argv[2] == "0":
+  print(worker._all_come("one"))
+"""
+
+
+def test_a_process_that_is_refused_alone_does_not_wait_for_ever():
+  address = tiny_run.free_address()
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", _MEETING, address, str(i)],
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  outputs = [process.communicate(timeout=300)[0] for process in processes]
+  assert outputs == ["True\nFalse\n", "True\n"]
 
 
 @pytest.mark.slow

@@ -80,6 +80,9 @@ def test_flops_parameters_and_bytes_are_counted():
   found = flops.make_report(config)
   text = flops_report.to_text(found)
   assert "damped" in text and "shift" in text and "factor" not in text
+  # Without a mixer that can decode.
+  alone = flops.make_report(_config(**{"model.mixers": ("shift",)}))
+  assert "kept while decoding" in flops_report.to_text(alone)
   count = flops.flops_per_token(config.model, LENGTH)
   # No products; attention with as many heads as keys, then three matrices.
   assert count.residual == 0

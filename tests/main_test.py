@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: a one-line error for every mistake."""
 
+import os
+import sys
+
 import jax
 import pytest
 
@@ -120,6 +123,22 @@ def test_a_pod_needs_no_addresses(command, monkeypatch):
     command("--distributed")
   names = ("coordinator_address", "num_processes", "process_id")
   assert seen == [dict.fromkeys(names)]
+
+
+def test_a_process_whose_disk_fails_leaves_the_others(command, monkeypatch):
+  """A normal exit would wait five minutes for them."""
+
+  def fail(*args, **options):
+    raise OSError("the store fails")
+
+  monkeypatch.setattr(loop, "train_and_evaluate", fail)
+  monkeypatch.setattr(jax.distributed, "initialize", lambda **given: None)
+  monkeypatch.setattr(os, "_exit", sys.exit)
+  status, err = command("--distributed")
+  assert status == 1
+  assert (
+    err[-1].startswith("error: process 0 ends") and "store fails" in err[-1]
+  )
 
 
 def test_overrides_arrive(command, monkeypatch, capsys):

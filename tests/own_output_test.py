@@ -122,7 +122,9 @@ def test_a_file_of_others_stays(command, tmp_path, sweep):
   law()
 
 
-@pytest.mark.parametrize("name", ["sweep.json", "run.json", "plans.csv"])
+@pytest.mark.parametrize(
+  "name", ["sweep.json", "run.json", "plans.csv", "report.html"]
+)
 def test_a_sweep_replaces_no_file_of_others(name, tmp_path):
   source = tiny_sweep.write(tmp_path / "tiny.py")
   run = grid.load(source)[0].name

@@ -102,11 +102,16 @@ def start(workdir, fields, *flags, devices=1):
   return process
 
 
-def start_two(workdir, fields):
-  """Two processes of one run, a device each."""
+def free_address():
+  """Of this machine, with a port that nobody uses."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
+    return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+def start_two(workdir, fields):
+  """Two processes of one run, a device each."""
+  address = free_address()
   return [
     start(
       workdir, fields, "--distributed", f"--coordinator_address={address}",

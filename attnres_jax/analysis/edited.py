@@ -63,7 +63,7 @@ class Edited(base.Residual):
   ) -> tuple[jax.Array | base.QKV, Any]:
     l, slot = slot
     h = self.edit_read(l, base.before_norm(self.scheme, carry, slot))
-    return base.normed(h, norm), carry
+    return self.scheme.normed(carry, h, norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     l, slot = slot

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from attnres_jax import models
+from attnres_jax import optimizer as optimizer_lib
 from attnres_jax.analysis import edited
 from attnres_jax.models import trunk
 
@@ -102,8 +103,10 @@ def _gradient(model, tokens_BT):
   )
   # Of a sum over targets, which does not depend on how many others there are.
   by_output = inputs_BT.size * jnp.stack([_mean_rms(g) for g in by_output])
+  # Without selection biases, whose gradient is a load.
+  of_sublayers = optimizer_lib.trained(gradient).sublayers
   kinds = model.config.sublayer_kinds
-  return value, trunk.layer_norms(gradient.sublayers, kinds), by_output
+  return value, trunk.layer_norms(of_sublayers, kinds), by_output
 
 
 def cross_entropy(

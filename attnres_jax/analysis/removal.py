@@ -32,6 +32,7 @@ from attnres_jax.analysis.depth_weights import mean_weights
 from attnres_jax.analysis.depth_weights import stack_rows
 from attnres_jax.analysis.magnitudes import cross_entropy
 from attnres_jax.analysis.mixing_matrix import response
+from attnres_jax.models.residuals import base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +113,17 @@ def _losses(model, tokens_BT, members_ML):
   def without(member_L):
     tangents = values * member_L[:, None, None, None].astype(values.dtype)
     *parts, part_of_readout = response(scheme, values, tangents)
-    parts = jax.tree.map(lambda *a: jnp.stack(a), *parts)
+    # Only some reads of a network may have several inputs.
+    parts = jax.tree.map(lambda *a: jnp.stack(a), *map(base.qkv, parts))
 
     def at(row):
       def read(l, h):
-        return jax.tree.map(
-          lambda h, part: jnp.where(l == row, h - part[l], h), h, parts
+        changed = jax.tree.map(
+          lambda h, part: jnp.where(l == row, h - part[l], h),
+          base.qkv(h),
+          parts,
         )
+        return changed if isinstance(h, base.QKV) else changed.query
 
       def readout(h_BTD):
         return jnp.where(row == last, h_BTD - part_of_readout, h_BTD)

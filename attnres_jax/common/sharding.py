@@ -225,7 +225,7 @@ def share_of_rows(mesh: Mesh, process: int) -> tuple[int, int]:
   rows, and so read the same part.
 
   Raises:
-    ConfigError: the rows of two processes overlap but are not the same, or the
+    ConfigError: the rows of two processes overlap but are not the same, or a
       process has no device of the mesh.
   """
   places = np.arange(num_row_shards(mesh))
@@ -234,19 +234,22 @@ def share_of_rows(mesh: Mesh, process: int) -> tuple[int, int]:
   for (_, *rows, _), device in np.ndenumerate(mesh.devices):
     seen.setdefault(device.process_index, set()).add(int(places[tuple(rows)]))
   parts = sorted({tuple(sorted(rows)) for rows in seen.values()})
+  sizes = " x ".join(f"{n} {axis}" for axis, n in mesh.shape.items())
   if {len(part) for part in parts} != {places.size // len(parts)}:
-    sizes = " x ".join(f"{n} {axis}" for axis, n in mesh.shape.items())
     config_lib.fail(
       "mesh",
       sizes,
       f"sizes that give any two of {len(seen)} processes the same rows of a"
       " batch or none in common",
     )
-  if process not in seen:
+  # Every process looks for all, or the others would wait for one that ends.
+  absent = set(range(jax.process_count())) - seen.keys()
+  if absent:
     config_lib.fail(
       "mesh",
-      " x ".join(f"{n} {axis}" for axis, n in mesh.shape.items()),
-      f"sizes that use devices of all processes; process {process} has none",
+      sizes,
+      f"sizes that use devices of all processes; process {min(absent)} has"
+      " none",
     )
   return parts.index(tuple(sorted(seen[process]))), len(parts)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import chips
+from attnres_jax.config import errors
 from attnres_jax.config import fields
 
 # Read by libtpu when it is loaded. With these it does not wait for a cloud's
 # metadata server, lock a device, or complain that this host has no TPU.
-_ENVIRONMENT = {
+ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
   "TPU_ACCELERATOR_TYPE": "v5p-8",
@@ -51,11 +52,12 @@ def topology_name(name: str) -> str:
   if not match:
     return name
   kind, count = match[1], int(match[2])
-  shapes, per_chip = config_lib.choose("topology", kind, _MARKETING)
+  errors.check_in("topology", kind, _MARKETING)
+  shapes, per_chip = _MARKETING[kind]
   sizes = {per_chip * number: shape for number, shape in shapes.items()}
   if count not in sizes:
     accepted = ", ".join(f"{kind}-{size}" for size in sizes)
-    config_lib.fail("topology", name, f"one of {accepted}")
+    config_lib.fail_argument("topology", name, f"one of {accepted}")
   return f"{'v5e' if kind == 'v5litepod' else kind}:{sizes[count]}"
 
 
@@ -67,7 +69,7 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
       number of slices is none.
   """
   fields.accept("--num_slices", num_slices, fields.Size)
-  for variable, value in _ENVIRONMENT.items():
+  for variable, value in ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
   from jax.experimental import topologies
 
@@ -86,7 +88,7 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
     )
   except Exception as error:  # jaxlib raises several kinds.
     reason = str(error).strip().splitlines()[0]
-    config_lib.fail(
+    config_lib.fail_argument(
       "topology",
       name,
       "a TPU topology such as v5e:4x4, v5p:4x4x4 or v5e-16, with libtpu"
@@ -104,12 +106,12 @@ def chip(device: Any) -> chips.Chip:
   kind = device.device_kind
   known = {kind for kind, chip in chips.CHIPS.items() if chip.hbm_bytes}
   if kind in chips.CHIPS and kind not in known:
-    config_lib.fail(
+    config_lib.fail_argument(
       "topology",
       kind,
       f"one of {', '.join(sorted(known))}; {kind} has no plans, as its memory"
       " and rates are not in our table: train with a mesh and microbatches of"
       " your own, without `planned`",
     )
-  config_lib.choose("topology", kind, dict.fromkeys(known))
+  errors.check_in("topology", kind, known)
   return chips.CHIPS[kind]

@@ -39,7 +39,8 @@ def choose(
   families: Mapping[str, Iterable[str]] | None = None,
 ) -> T:
   """Looks up `name` in a registry; the error lists the names, by family."""
-  check_in(f"config.{field}", name, table, families)
+  argument = field if field.startswith("--") else f"config.{field}"
+  check_in(argument, name, table, families)
   return table[name]
 
 

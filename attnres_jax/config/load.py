@@ -198,7 +198,10 @@ def load_file(path: str) -> Any:
   """
   file = pathlib.Path(path)
   if not file.is_file():
-    raise ConfigError(f"config file {path!r}: not found")
+    raise ConfigError(
+      f"config file {path!r}: not found (outside of a clone, configs/lm.py is"
+      f" {_INSTALLED}:lm)"
+    )
   loader = importlib.machinery.SourceFileLoader(f"config_{file.stem}", path)
   module = types.ModuleType(loader.name)
   module.__file__ = path

@@ -113,8 +113,8 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
     schedule_size: sublayers that share one phase 1 in Full AttnRes; affects the
       schedule, not the function.
     rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr` and
-      `laurel_pa`, width / 8 in `gated_residual`.
-    streams: residual streams of schemes that have several.
+      `laurel_pa`, width / 8 in `gated_residual`. Others refuse it.
+    streams: residual streams of schemes that have several; others refuse it.
     stream_dtype: in which these streams are kept between sublayers; sums and
       coefficients are float32 in any case. `bfloat16` halves what they move and
       occupy, and rounds each stream once per sublayer. Only

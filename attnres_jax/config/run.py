@@ -102,7 +102,7 @@ class LossConfig(fields.Checked, prefix="loss"):
   Attributes:
     z_loss: weight of the squared log-normaliser; 0 for none.
     tile_tokens: tokens whose float32 logits exist at the same time on a device;
-      0 for as many as fit in 64 MiB, but at least 1024.
+      0 for as many as fit in 64 MiB, but at least 4096.
   """
 
   z_loss: fields.NotNegative = 0.0

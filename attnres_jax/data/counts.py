@@ -48,7 +48,7 @@ def check(
   """
   own = config.data
   if not offline or own.tokenizer == "bytes":
-    _check_vocabulary(config.model.vocab_size, own)
+    _check_vocabulary(config)
   if offline and own.source != "stdlib":
     return
   counts = opened.part_tokens if opened else count_tokens(own)
@@ -92,15 +92,20 @@ def count_tokens(config: config_lib.DataConfig) -> list[int]:
   return [_count(one) for one in config.each_path()]
 
 
-def _check_vocabulary(given: int, config: config_lib.DataConfig) -> None:
-  """Rows of the embedding beyond a padded vocabulary would never be used."""
-  size = tokenizer_lib.make_tokenizer(config).vocab_size
+def _check_vocabulary(config: config_lib.RunConfig) -> None:
+  """Rows of the embedding beyond a padded vocabulary would never be used.
+
+  An imported network may have more, such as DeepSeek-V3.
+  """
+  given, name = config.model.vocab_size, config.data.tokenizer
+  size = tokenizer_lib.make_tokenizer(config.data).vocab_size
   padded = -(-size // _PADDING) * _PADDING
-  if given and not size <= given <= padded:
+  most = given if config.train.start_from else padded
+  if given and not size <= given <= most:
     config_lib.fail_argument(
       "model.vocab_size",
       given,
-      f"the {size} ids of data.tokenizer={config.tokenizer!r}, or up to"
+      f"the {size} ids of data.tokenizer={name!r}, or up to"
       f" {padded} with padding (0 takes the tokenizer's);{_HINT}",
     )
 

@@ -273,8 +273,11 @@ def _check_size(
       "data.segment_ids", True, 'token files that declare a "separator_id"'
     )
   if not len(tokens):
+    is_separate = split == documents.VALIDATION and config.validation_path
+    name = "validation_path" if is_separate else "path"
     if config.source == "tokens" or config.validation_path:
-      config_lib.fail("data.path", config.path, f"any {split} tokens at all")
+      accepted = f"any {split} tokens at all"
+      config_lib.fail(f"data.{name}", getattr(config, name), accepted)
     config_lib.fail(
       "data.validation_fraction",
       config.validation_fraction,

@@ -141,9 +141,10 @@ def _read_records(file: paths.File, field: str) -> Iterator[tuple[str, bytes]]:
   import grain
 
   del field
+  local = file.local()
   with (
     file.reading("an ArrayRecord file"),
-    grain.sources.ArrayRecordDataSource([file.local()]) as records,
+    grain.sources.ArrayRecordDataSource([local]) as records,
   ):
     for first in range(0, len(records), _RECORDS_AT_ONCE):
       last = min(first + _RECORDS_AT_ONCE, len(records))

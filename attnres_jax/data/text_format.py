@@ -189,7 +189,8 @@ def label_of_id(id: int) -> str:
 def own(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
   """The format of a run of ours: the separator opens and ends documents."""
   separator = tokenizer.separator_id
-  return TextFormat(tokenizer, (separator,), (separator,), separator, separator)
+  ends = (separator,) if tokenizer.has_separator else ()
+  return TextFormat(tokenizer, (separator,), ends, separator, separator)
 
 
 def of_data(
@@ -209,7 +210,8 @@ def of_data(
   """
   folder = workdir
   if config.tokenizer_path:
-    folder = epath.Path(config.tokenizer_path).expanduser().parent
+    path = epath.Path(config.tokenizer_path).expanduser()
+    folder = path if path.is_dir() else path.parent
   if folder is None or not (epath.Path(folder) / _IMPORTED).exists():
     return own(tokenizer_lib.make_tokenizer(config))
   return of_checkpoint(config, folder)

@@ -23,6 +23,7 @@ files are copied to a cache first.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 import dataclasses
 import functools
 import hashlib
@@ -56,6 +57,8 @@ _LLMC_FORMATS = {
 _FULL_SCAN_BYTES = 256 << 20
 _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 64
+# Of headers, at a time: a store answers each after tens of milliseconds.
+_REQUESTS = 32
 Bytes = Annotated[
   int, fields.Accepted(lambda x: x >= 0, "a number of at least 0", 1 << 50)
 ]
@@ -88,6 +91,7 @@ class TokenFile:
 
     Raises:
       DataError: the file is gone, or its size has changed.
+      OSError: a disk or network fails, or the disk of the copies is full.
     """
     dtype = DTYPES[self.dtype]
     start, stop, _ = where.indices(self.count)
@@ -98,8 +102,11 @@ class TokenFile:
         size = os.fstat(file.fileno()).st_size
         offset = self.header_bytes + start * dtype.itemsize
         content = os.pread(file.fileno(), wanted, offset)
-    except OSError as error:
+    except FileNotFoundError as error:
       raise packing.DataError(f"{path}: {error.strerror}") from error
+    except OSError as error:
+      error.filename = error.filename or os.fspath(path)
+      raise
     if size != self.num_bytes or len(content) != wanted:
       raise packing.DataError(
         f"{path}: has {size} bytes now, {self.num_bytes} when it was opened"
@@ -179,7 +186,13 @@ def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
       'files with "train" and others with "val" as a word of their names, or'
       " data.validation_path (token files are not split)",
     )
-  return [read_header(file) for file in files[split]]
+  return _read_headers(files[split])
+
+
+def _read_headers(files: Sequence[paths.File]) -> list[TokenFile]:
+  """Those of many shards at the same time."""
+  with futures.ThreadPoolExecutor(_REQUESTS) as pool:
+    return list(pool.map(read_header, files))
 
 
 def read_header(file: paths.File) -> TokenFile:
@@ -223,7 +236,7 @@ def _from_sidecar(
   if found.get("separator_id", 0) > largest:
     sidecar.fail(f'a sidecar with a "separator_id" up to {largest}')
   header_bytes = found.setdefault("header_bytes", 0)
-  found.setdefault("count", (size - header_bytes) // dtype.itemsize)
+  found.setdefault("count", max(0, size - header_bytes) // dtype.itemsize)
   return TokenFile(file, **found)
 
 
@@ -254,10 +267,9 @@ def _prepared_files(
   field: str, root: epath.Path, split: str
 ) -> list[TokenFile]:
   written = _finished(field, root)["splits"][split]
-  files = [
-    read_header(paths.File(field, name, root / name))
-    for name in written["files"]
-  ]
+  files = _read_headers(
+    [paths.File(field, name, root / name) for name in written["files"]]
+  )
   if sum(map(len, files)) != written["tokens"]:
     paths.File(field, DATASET_FILE, root).fail(
       f"files of {written['tokens']} {split} tokens, as {DATASET_FILE} says"

@@ -38,6 +38,7 @@ class Tokenizer(abc.ABC):
     name: its key in `TOKENIZERS`.
     vocab_size: one more than the largest id.
     separator_id: opens and ends every document.
+    has_separator: whether it does; else, token files name none.
     sha256: of the vocabulary file, if there is one.
     run_ids: tokens for single bytes that are decoded together: a byte that is
       not UTF-8 makes all neighbouring bytes unreadable.
@@ -46,6 +47,7 @@ class Tokenizer(abc.ABC):
   name: str
   vocab_size: int
   separator_id: int
+  has_separator: bool = True
   sha256: str | None = None
   run_ids: frozenset[int] = frozenset()
 
@@ -228,6 +230,7 @@ class IdsTokenizer(Tokenizer):
     self.vocab_size, separator_id = token_files.declared_vocabulary(config)
     # Without a separator nothing marks a document; any id can open a sample.
     self.separator_id = 0 if separator_id is None else separator_id
+    self.has_separator = separator_id is not None
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     """Parses ids in decimal, as `decode` writes them."""
@@ -295,5 +298,6 @@ def vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
   if not files_lib.is_file(path):
     config_lib.fail(field, config.tokenizer_path, "an existing file")
   file = paths.File(field, path.name, path)
-  with file.reading("a vocabulary"), open(file.local(), "rb") as opened:
-    return file.local(), hashlib.file_digest(opened, "sha256").hexdigest()
+  local = file.local()
+  with file.reading("a vocabulary"), open(local, "rb") as opened:
+    return local, hashlib.file_digest(opened, "sha256").hexdigest()

@@ -142,8 +142,8 @@ def to_text(report: Report) -> str:
     (name, row["token_bytes"], row["sequence_bytes"])
     for name, row in report["cache"].items()
   ]
-  _, tokens, sequences = zip(*caches)
-  caches.append(("all", sum(tokens), sum(sequences)))
+  tokens = sum(row[1] for row in caches)
+  caches.append(("all", tokens, sum(row[2] for row in caches)))
   return "\n\n".join(
     [
       header,

@@ -18,6 +18,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.flops import programs
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
+from attnres_jax.models import transformer
 
 # Enough tokens to make everything that does not grow with them negligible.
 _TOKENS = 2**22
@@ -81,7 +82,7 @@ def _abstract(model: config_lib.ModelConfig) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """The state of one mixer while decoding.
+  """What decoding keeps.
 
   Attributes:
     token_bytes: per token of the sequence.
@@ -93,20 +94,26 @@ class Cache:
 
 
 def of_caches(model: config_lib.ModelConfig) -> dict[str, Cache]:
-  """The sum over all mixers of each kind, from their caches."""
+  """The sum over all mixers of each kind, and what a scheme looks back at."""
+  scheme, _ = _abstract(model)
+  heads, before = transformer.scheme_while_decoding(model, scheme, 1)
   caches: dict[str, Cache] = {}
   for kind in dict.fromkeys(model.sublayer_kinds):
     core = sublayer.abstract_core(kind, model)
     if not hasattr(core, "init_cache"):
       continue
-    empty, one_token = (_cache_bytes(core, length) for length in (0, 1))
+    empty, one_token = (
+      _bytes(
+        jax.eval_shape(lambda core, n=n: core.init_cache(1, n, heads), core)
+      )
+      for n in (0, 1)
+    )
     number = model.sublayer_kinds.count(kind)
     caches[kind] = Cache(number * (one_token - empty), number * empty)
+  if before:
+    caches["residual"] = Cache(sequence_bytes=_bytes(before))
   return caches
 
 
-def _cache_bytes(core: Any, length: int) -> int:
-  cache = jax.eval_shape(lambda core: core.init_cache(1, length), core)
-  # Without counters.
-  arrays = [a for a in jax.tree.leaves(cache) if a.ndim]
-  return sum(a.size * a.dtype.itemsize for a in arrays)
+def _bytes(tree: Any) -> int:
+  return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))

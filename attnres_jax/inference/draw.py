@@ -78,6 +78,11 @@ class Rows(NamedTuple):
       full(jnp.uint32, 0),
     )
 
+  def greedy_unless(self, drawn_B: jax.Array) -> "Rows":
+    """The same, but greedy, which costs least, in rows that draw nothing."""
+    temperature = jnp.where(drawn_B, self.temperature, 0.0)
+    return self._replace(temperature=temperature)
+
 
 class Drawn(NamedTuple):
   """One token of every row.
@@ -135,6 +140,7 @@ def _random(logits_BV, rows, position_B):
   temperature_B = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
   logits_BV = logits_BV / temperature_B[:, None]
   cuts = (rows.top_k > 0) | (rows.top_p < 1)
+  cuts &= rows.temperature > 0
   logits_BV = jax.lax.cond(
     jnp.any(cuts), lambda: _cut(logits_BV, rows), lambda: logits_BV
   )

@@ -157,11 +157,11 @@ class Engine:
     if separate is None:
       separate = prepared.platform_of(mesh) in prepared.SEPARATE_ON
     prepare = functools.partial(prepared.prepared, separate=separate)
-    shardings = None
+    # A program for hundreds of slices. It would copy what needs no cast.
+    self._model = (jax.jit(prepare) if separate else prepare)(model)
     if mesh is not None:
-      abstract = jax.eval_shape(prepare, model)
-      shardings = sharding.state_sharding(abstract, mesh)
-    self._model = jax.jit(prepare, out_shardings=shardings)(model)
+      shardings = sharding.state_sharding(self._model, mesh)
+      self._model = jax.device_put(self._model, shardings)
 
     def empty(model: models.Transformer) -> programs.State:
       state = programs.empty_state(model, slots, length, separate)

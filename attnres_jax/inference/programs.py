@@ -170,6 +170,7 @@ def extend(
   h_P1D = jnp.take_along_axis(out.hidden_BTD, last_P11, axis=1)
   logits_PV = model.embedding.decode(h_P1D)[:, 0]
   rows = jax.tree.map(lambda a: a.at[slot_P].get(mode="clip"), state.rows)
+  rows = rows.greedy_unless(last_P)
   position_P = out.added.chunk.start_B + length_P
   drawn = draw_lib.draw(logits_PV, rows, position_P, num_top)
   # Prompts that do not end here have no place for a token.
@@ -195,7 +196,8 @@ def next_token(model, state, active_B, *, context, num_top):
   )
   logits_BV = model.embedding.decode(out.hidden_BTD)[:, 0]
   position_B = out.added.chunk.start_B + 1
-  drawn = draw_lib.draw(logits_BV, state.rows, position_B, num_top)
+  rows = state.rows.greedy_unless(active_B)
+  drawn = draw_lib.draw(logits_BV, rows, position_B, num_top)
   return (
     State(
       cache_lib.append(state.cache, out.added),

@@ -78,6 +78,7 @@ def _serve_at(
   listener: socket.socket, limits: app_lib.Limits, options: argparse.Namespace
 ) -> int:
   config, model = trained.load(options)
+  text_format = text_format_lib.of_data(config.data, options.workdir)
   vocab_size = model.config.vocab_size
   if limits.max_logprobs > vocab_size:
     config_lib.fail_argument(
@@ -97,7 +98,7 @@ def _serve_at(
   print("compiling", file=sys.stderr, flush=True)
   count = engine.warm_up()
   print(f"compiled {count} programs", file=sys.stderr, flush=True)
-  server, service = _make_server(engine, config, limits, options)
+  server, service = _make_server(engine, config, text_format, limits, options)
   with _ignored_signals():
     server.run([listener])
   failure = service.failure
@@ -123,6 +124,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _make_server(
   engine: engine_lib.Engine,
   config: config_lib.RunConfig,
+  text_format: text_format_lib.TextFormat,
   limits: app_lib.Limits,
   options: argparse.Namespace,
 ) -> tuple[_Server, service_lib.Service]:
@@ -137,7 +139,7 @@ def _make_server(
     engine,
     config,
     name,
-    text_format=text_format_lib.of_data(config.data, options.workdir),
+    text_format=text_format,
     limits=limits,
     hosts=hosts,
     api_key=_api_key(options),

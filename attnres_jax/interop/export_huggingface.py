@@ -90,7 +90,7 @@ def _export(options: argparse.Namespace) -> None:
   lengths = {"max_position_embeddings": config.data.sequence_length}
   for name in config_table.LENGTHS:
     if (length := facts.get("config", {}).get(name)) is not None:
-      lengths[name] = length
+      lengths[name] = max(length, config.data.sequence_length)
   described = lengths | text_format.describe()
   template = _PIPELINE if "tokenizer_config.json" in also else _MODEL
   trusted = ", trust_remote_code=True" if families.FAMILIES[family].code else ""

@@ -425,7 +425,10 @@ FAMILIES: dict[str, Family] = {
   ),
   "qwen2": Family(
     "Qwen2ForCausalLM",
-    (*_DECODER, _HEAD_WIDTH, *_WINDOWS),
+    (
+      *_DECODER, _HEAD_WIDTH, *_WINDOWS,
+      fixed("use_mrope", False, written=False),
+    ),
     _PRENORM | {"attention.qkv_bias": True},
   ),
   "qwen3": Family(

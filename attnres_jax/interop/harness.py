@@ -233,9 +233,7 @@ def evaluate(
   """
   # A fork of a process that runs JAX may wait forever.
   os.environ.setdefault("DISABLE_MULTIPROC", "1")
-  seeds = "random_seed", "numpy_random_seed", "torch_random_seed"
-  # A run that scores tasks draws the same numbers as one without.
-  options = dict(bootstrap_iters=_RESAMPLES) | dict.fromkeys(seeds) | options
+  options = dict(bootstrap_iters=_RESAMPLES) | options
   shots = None if num_fewshot < 0 else num_fewshot
   found: Any = evaluator.simple_evaluate(
     network, tasks=list(names), task_manager=table, limit=limit or None,

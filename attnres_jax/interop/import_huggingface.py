@@ -82,12 +82,13 @@ def _import(options: argparse.Namespace) -> None:
   name, path = _tokenizer(options.tokenizer, folder, kept)
   length = _longest(source.values)
   described = dict(tokenizer=name, tokenizer_path=path, sequence_length=length)
-  _check_vocabulary(config_lib.DataConfig(**described), folder, model_config)
+  described["separator"] = _separator(
+    config_lib.DataConfig(**described), folder, model_config
+  )
   if path:
-    copy = pathlib.Path(path).name
-    # In place of a file of the checkpoint that has the same name.
-    kept[copy] = pathlib.Path(path).read_bytes()
-    described["tokenizer_path"] = str(workdir.absolute() / copy)
+    # In place of the checkpoint's, where transformers looks for it.
+    kept[_VOCABULARY] = pathlib.Path(path).read_bytes()
+    described["tokenizer_path"] = str(workdir.absolute() / _VOCABULARY)
   config = config_lib.RunConfig(
     name=f"{source.family}_{folder.absolute().name}",
     model=model_config,
@@ -141,11 +142,30 @@ def _tokenizer(
   return "hf", str(folder / _VOCABULARY)
 
 
-def _check_vocabulary(
+def _separator(
   config: config_lib.DataConfig,
   folder: pathlib.Path,
   model: config_lib.ModelConfig,
-) -> None:
+) -> str:
+  """What ends documents of further training; empty for the usual token.
+
+  Raises:
+    ConfigError: the network has fewer tokens than the vocabulary.
+  """
+  # This also checks what the files beside the vocabulary say.
+  text_format = text_format_lib.of_checkpoint(config, folder)
+  tokenizer: Any = text_format.tokenizer
+  ends = text_format.end_ids
+  if ends and max(ends) >= model.vocab_size:
+    config_lib.fail_argument(
+      f"{folder}: eos_token_id", max(ends), f"ids below {model.vocab_size}"
+    )
+  separator = ""
+  if tokenizer.separator_id not in ends:
+    # Otherwise the network learns an end at which no answer stops.
+    names = (tokenizer.name_of(id) for id in ends if tokenizer.skips(id))
+    separator = next(filter(None, names), "")
+  config = dataclasses.replace(config, separator=separator)
   size = data.make_tokenizer(config).vocab_size
   if size > model.vocab_size:
     config_lib.fail_argument(
@@ -153,13 +173,7 @@ def _check_vocabulary(
       config.tokenizer_path or config.tokenizer,
       f"at most the {model.vocab_size} tokens of the network, not {size}",
     )
-  # This also checks what the files beside the vocabulary say.
-  text_format = text_format_lib.of_checkpoint(config, folder)
-  ends = text_format.end_ids
-  if ends and max(ends) >= model.vocab_size:
-    config_lib.fail_argument(
-      f"{folder}: eos_token_id", max(ends), f"ids below {model.vocab_size}"
-    )
+  return separator
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _score(options: argparse.Namespace) -> None:
   facts, _ = weights_folder.origin(workdir, config)
   known = facts.get("config", {})
   longest = next(filter(None, map(known.get, config_table.LENGTHS)), 0)
-  length = options.length or longest or config.data.sequence_length
+  length = options.length or max(longest, config.data.sequence_length)
   scorer = scorer_lib.Scorer(mesh, length, options.batch_tokens)
   network = harness.Network(model, text_format, scorer, options.slots)
   start = time.perf_counter()

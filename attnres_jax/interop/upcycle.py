@@ -91,6 +91,7 @@ def upcycle(
     read = dataclasses.replace(residual.read, scale="sum")
     residual = dataclasses.replace(residual, read=read)
   config = dataclasses.replace(old, residual=residual)
+  config.check_num_blocks()
   check_begins_as_prenorm(config)
   new = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
   flat = {
@@ -121,6 +122,10 @@ def check_begins_as_prenorm(config: config_lib.ModelConfig) -> None:
     (not scheme.pre_norm, "sublayers of this one have no pre-norm"),
     (not scheme.final_norm, "this one has no norm before the head"),
     (scheme.qkv_norm, "mixers of this one normalise queries, keys and values"),
+    (
+      scheme.normed is not base.Residual.normed,
+      "mixers of this one have further norms, which know no trained gains",
+    ),
     (
       scheme.prepare is not base.Residual.prepare,
       "sublayers of this one start at other weights",

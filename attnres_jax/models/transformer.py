@@ -115,7 +115,7 @@ class Transformer(nnx.Module):
     Raises:
       ConfigError: a mixer cannot decode.
     """
-    heads, before = self._scheme_while_decoding(batch)
+    heads, before = scheme_while_decoding(self.config, self.residual, batch)
     states: dict[str, Any] = {}
     for kind, core in self._decoding_cores().items():
       count = self.config.sublayer_kinds.count(kind)
@@ -133,7 +133,7 @@ class Transformer(nnx.Module):
 
   def cache_specs(self) -> Any:
     """How a mesh shards the arrays of `init_cache`, in a tree like it."""
-    heads, before = self._scheme_while_decoding(1)
+    heads, before = scheme_while_decoding(self.config, self.residual, 1)
     specs = {
       kind: core.cache_specs(heads)
       for kind, core in self._decoding_cores().items()
@@ -196,32 +196,6 @@ class Transformer(nnx.Module):
         )
     return cores
 
-  def _scheme_while_decoding(self, batch: int) -> tuple[bool, tuple[Any, ...]]:
-    """What caches depend on, found by a look at all reads.
-
-    Returns:
-      Whether caches have the keys and values of all heads, since a scheme or a
-      depth memory changes them separately; and for each look back of the
-      scheme, the abstract tokens.
-    """
-    history, separate = residuals.base.History(), []
-
-    def run(residual: residuals.Residual, h_BTD: jax.Array) -> list[jax.Array]:
-      def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
-        h = residuals.base.before_norm(residual, carry, slot)
-        separate.append(isinstance(h, residuals.QKV))
-        return residuals.base.query_input(h)
-
-      residual.readout(residuals.run_through(residual, h_BTD, sublayer))
-      return history.later
-
-    shape = batch, 1, self.config.width
-    embedding = jax.ShapeDtypeStruct(shape, jnp.dtype(self.config.dtype))
-    with history.looking_back():
-      before = jax.eval_shape(run, self.residual, embedding)
-    heads = self.config.depth_memory != "none" or any(separate)
-    return heads, tuple(before)
-
   def trace(
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> trunk.Trace:
@@ -247,3 +221,32 @@ def build_model(config: config_lib.ModelConfig, seed: int = 0) -> Transformer:
     ConfigError: the config has an unknown scheme or no vocabulary size.
   """
   return Transformer(config, rngs=nnx.Rngs(params=seed))
+
+
+def scheme_while_decoding(
+  config: config_lib.ModelConfig, residual: residuals.Residual, batch: int
+) -> tuple[bool, tuple[Any, ...]]:
+  """What caches depend on, found by a look at all reads.
+
+  Returns:
+    Whether caches have the keys and values of all heads, since a scheme or a
+    depth memory changes them separately; and for each look back of the
+    scheme, the abstract tokens.
+  """
+  history, separate = residuals.base.History(), []
+
+  def run(residual: residuals.Residual, h_BTD: jax.Array) -> list[jax.Array]:
+    def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+      h = residuals.base.before_norm(residual, carry, slot)
+      separate.append(isinstance(h, residuals.QKV))
+      return residuals.base.query_input(h)
+
+    residual.readout(residuals.run_through(residual, h_BTD, sublayer))
+    return history.later
+
+  shape = batch, 1, config.width
+  embedding = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
+  with history.looking_back():
+    before = jax.eval_shape(run, residual, embedding)
+  heads = config.depth_memory != "none" or any(separate)
+  return heads, tuple(before)

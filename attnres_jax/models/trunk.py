@@ -215,7 +215,11 @@ def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
   def square(leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
 
-  squares = [sum(map(square, jax.tree.leaves(s))) for s in sublayers.values()]
+  # A kind without adapters has no leaves where nothing else is trained.
+  squares = [
+    sum(map(square, jax.tree.leaves(s)), jnp.zeros(kinds.count(k), jnp.float32))
+    for k, s in sublayers.items()
+  ]
   # One gather: a slice per sublayer would let the program grow with depth.
   by_kind = [l for k in sublayers for l, kind in enumerate(kinds) if kind == k]
   squares_L = jnp.concatenate(squares)[np.argsort(by_kind)]

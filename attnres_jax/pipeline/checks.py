@@ -1,25 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a configuration can be pipelined, and how a run is cut."""
 
-import dataclasses
-
 from jax.sharding import Mesh
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.pipeline import layout as layout_lib
-
-
-def check(config: config_lib.RunConfig, mesh: Mesh) -> None:
-  """Refuses a network or an option that cannot be pipelined.
-
-  Whatever the numbers of virtual stages and microbatches are.
-
-  Raises:
-    ConfigError: names the field.
-  """
-  pipeline = dataclasses.replace(config.pipeline, virtual_stages=1)
-  layout(dataclasses.replace(config, pipeline=pipeline), mesh)
 
 
 def layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:

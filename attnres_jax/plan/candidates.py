@@ -201,8 +201,11 @@ class _Device:
     mesh: Mesh = sharding.make_mesh(config.mesh, devices)
     sharding.check_divides(config, mesh)
     state = sharding.with_sharding(state, sharding.state_sharding(state, mesh))
-    experts = mesh.shape[sharding.EXPERT]
-    used = _bytes_with(state.model, lambda p: experts if "E|" in p.axes else 1)
+    stay = {sharding.EXPERT, sharding.TENSOR}
+    used = _bytes_with(
+      state.model,
+      lambda p: math.prod(mesh.shape[a] for a in stay & {*sharding.at_rest(p)}),
+    )
     data = config.data
     shards = sharding.num_row_shards(mesh) * mesh.shape[sharding.TENSOR]
     return cls(

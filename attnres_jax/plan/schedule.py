@@ -79,7 +79,7 @@ def up_to_schedule(lower: Callable[..., Any], *args: Any) -> Schedule:
     spawn = multiprocessing.get_context("spawn")
     process = spawn.Process(target=_compile, args=(lower, args, name))
     dump = f"--xla_dump_to={name} --xla_dump_hlo_as_text=true"
-    with _environment(
+    with environment(
       XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {dump}",
       JAX_ENABLE_COMPILATION_CACHE="false",
     ):
@@ -184,8 +184,8 @@ def _refusal(folder: pathlib.Path, process: Any) -> str:
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-  """Sets variables for a process that starts in this context."""
+def environment(**variables: str) -> Iterator[None]:
+  """A context in which variables of the environment are set."""
   old = {name: os.environ.get(name) for name in variables}
   os.environ.update(variables)
   try:

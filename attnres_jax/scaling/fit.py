@@ -136,8 +136,8 @@ def fit_schemes(
 
   A draw resamples the sizes with replacement and, within each size, its seeds.
   Draws with too few distinct sizes for the law are repeated. A run that failed
-  under one scheme is missing in the draws of that scheme. Two sizes of one seed
-  have no draws.
+  under one scheme is missing in the draws of that scheme. There are no draws
+  if a scheme has only two runs.
 
   Args:
     runs: of each scheme.
@@ -149,8 +149,8 @@ def fit_schemes(
   }
   samples = {name: [] for name in runs}
   seeds = _seeds_of_sizes(runs.values())
-  if sum(map(len, seeds.values())) <= _DISTINCT:
-    num_samples = 0  # Every draw would be the same runs.
+  if any(len(own.loss) <= _DISTINCT for own in runs.values()):
+    num_samples = 0  # Every draw of the scheme would be the same runs.
   rows = {
     name: {label: i for i, label in enumerate(zip(own.size, own.seed))}
     for name, own in runs.items()

@@ -104,7 +104,8 @@ def load(spec: str, fields: Mapping[str, str] | None = None) -> list[Run]:
       run take precedence.
 
   Raises:
-    ConfigError: no such file, it defines no sweep, or a field has no effect.
+    ConfigError: no such file, it defines no sweep, or a field or an argument
+      has no effect.
   """
   source = config_lib.Source(spec, fields or {})
   path, arg = load_lib.split_spec(spec)
@@ -127,6 +128,12 @@ def load(spec: str, fields: Mapping[str, str] | None = None) -> list[Run]:
       config_lib.fail_argument(
         f"--config.{name}", value, "a field that the sweep does not set"
       )
+  for name in (one.partition("=")[0] for one in arg.split(",")):
+    set_to = [r.overrides[name] for r in runs if name in r.overrides]
+    # The same in all runs, it may be the argument's.
+    if len(set_to) == len(runs) and any(v != set_to[0] for v in set_to):
+      wanted = f"no {name}, which the sweep sets; --only selects runs"
+      config_lib.fail_argument("--config", spec, wanted)
   return runs
 
 
@@ -184,7 +191,7 @@ def select(runs: Iterable[Named], pattern: str) -> list[Named]:
     expression = re.compile(pattern)
   except re.error as error:
     config_lib.fail_argument(
-      "pattern", pattern, f"a regular expression ({error})"
+      "--only", pattern, f"a regular expression ({error})"
     )
   found = [run for run in runs if expression.search(run.name)]
   if pattern and not found:

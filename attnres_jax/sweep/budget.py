@@ -63,11 +63,15 @@ def prices(
       key = plans_lib.config_hash(config)
       by_hash.setdefault(key, []).append((run.name, config.train.steps))
   hours: dict[str, dict[str, float]] = {}
+  first: dict[str, str] = {}
   for row in rows:
     for name, steps in by_hash.get(row["config_hash"], ()):
       number = int(row["devices"]) / chips.devices_per_chip(row["device_kind"])
       seconds = steps * float(row["step_seconds"]) * number
-      hours.setdefault(row["slice"], {})[name] = seconds / 3600
+      # v5e-8 and v5e:2x4 are one slice.
+      label = topology.topology_name(row["slice"])
+      label = first.setdefault(label, row["slice"])
+      hours.setdefault(label, {})[name] = seconds / 3600
   names = [run.name for run in runs]
   return [
     Price(one, found, [name for name in names if name not in found])
@@ -154,7 +158,7 @@ def check_planned(
   if missing:
     planned = ", ".join(one.slice_name for one in found if not one.missing)
     config_lib.fail_argument(
-      "--set slice",
+      "--set",
       slice_name,
       f"a slice with plans of these runs: {planned or 'none has'};"
       f" {len(missing)} of {len(runs)} have none there, such as {missing[0]}."

@@ -83,7 +83,9 @@ def _act(experiment: Experiment, options: argparse.Namespace) -> int:
 
 def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   settings = _settings(options.set)
-  told = launchers.Options(options.max_parallel, options.dry_run, settings)
+  told = launchers.Options(
+    options.max_parallel, options.dry_run, settings, options.only
+  )
   launcher = launchers.load(options.launcher, told)
   folder = epath.Path(options.workdir)
   source = options.config
@@ -106,6 +108,8 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
     if not preflight.check(selected, options.preflight, options.plans):
       return 1
   if not options.dry_run:
+    if (folder / REPORT).exists() and not (folder / folder_lib.SWEEP).exists():
+      files.fail_foreign("--workdir", folder, REPORT)
     runs = folder_lib.prepare(folder, runs, str(source))
     plans.copy(options.plans, folder)
   selected = grid.select(runs, options.only)

@@ -134,8 +134,8 @@ def _of_run(
       validation_loss=_loss(ends.get("validation", {})),
       step_seconds=float(last["step_seconds"]) if last else None,
     )
-    if status == state_lib.DONE and not last:
-      raise ValueError("no row of training in a finished run")
+    if status == state_lib.DONE and not ends:
+      raise ValueError("no row in a finished run")
   if status == state_lib.DONE:
     if whole:
       row = rows_lib.of_run(folder, run, state, rows)
@@ -195,7 +195,8 @@ def seconds_left(
   Compiling, evaluating and saving come on top. None if nothing has been
   measured.
   """
-  if progress.status in (state_lib.DONE, state_lib.DAMAGED):
+  over = (state_lib.DONE, state_lib.DIVERGED, state_lib.DAMAGED)
+  if progress.status in over:
     return 0.0
   steps = progress.steps - progress.step
   if progress.step_seconds is not None:

@@ -10,6 +10,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import topology
 from attnres_jax.plan import report
+from attnres_jax.plan import schedule
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 
@@ -20,6 +21,8 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
+# Workers on a TPU must not inherit what keeps libtpu from looking for one.
+@schedule.environment(**topology.ENVIRONMENT)
 def check(
   runs: Sequence[grid.Run], slice_name: str, plans: str = plans_lib.FILE
 ) -> bool:

@@ -6,8 +6,9 @@ r"""Trains runs of a sweep's folder; the command that every launcher starts.
 Without --run, it trains the open runs of the sweep one after another until none
 is left. You can start any number of these, anywhere and repeatedly: a worker
 skips a run that is done or that another live worker is training, and resumes
-any other run from its last checkpoint. A run that fails does not end the
-worker.
+any other run from its last checkpoint. A run that fails does not end a worker
+of one process; several end with status 1, to start again together.
+--only=EXPRESSION takes the runs whose names match.
 
   python -m attnres_jax.sweep.worker --folder=runs/scaling --run=NAME
 
@@ -32,6 +33,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -44,6 +46,7 @@ from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
+from orbax.checkpoint import multihost
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
@@ -65,6 +68,7 @@ ERROR = "error.txt"
 # How often a worker without --run tries a run that fails.
 MAX_TRIES = 3
 _POLL_SECONDS = 5.0
+_BARRIER_SECONDS = 60.0
 # Fields of `data` that may differ between runs on one text, at one value.
 _READ_OTHERWISE: dict[str, Any] = dict(
   sequence_length=1, batch_size=1, segment_ids=False, max_epochs=1.0, seed=0,
@@ -121,27 +125,31 @@ def work(
   return result
 
 
-def work_all(folder: epath.PathLike, patience_seconds: float = 0.0) -> Exit:
+def work_all(
+  folder: epath.PathLike, patience_seconds: float = 0.0, only: str = ""
+) -> Exit:
   """Trains the open runs of a sweep one after another; all processes call it.
 
   Args:
     folder: of the sweep.
     patience_seconds: how long to wait, once no run is open, for runs that other
       workers hold and may leave.
+    only: regular expression over the names of runs to train.
 
   Returns:
     DONE if every run is done or held by a live worker; otherwise how one of the
     others ended.
 
   Raises:
-    ConfigError: the folder has no sweep, or a damaged list of runs.
+    ConfigError: the folder has no such runs, or a damaged list of runs.
   """
   tries: collections.Counter[str] = collections.Counter()
   deadline = time.monotonic() + patience_seconds
   while True:
-    names = folder_lib.names(folder)
+    names = [n for n in folder_lib.names(folder) if re.search(only, n)]
     if not names:
-      config_lib.fail_argument("--folder", str(folder), "the folder of a sweep")
+      wanted = "the folder of a sweep" + f" with runs {only!r}" * bool(only)
+      config_lib.fail_argument("--folder", str(folder), wanted)
     late = time.monotonic() >= deadline
     # Its name, since a launch may change the list while processes read it.
     name = _choose(folder, names, tries, late) if _is_first() else ""
@@ -157,10 +165,13 @@ def work_all(folder: epath.PathLike, patience_seconds: float = 0.0) -> Exit:
     print(f"worker: {name}: {result.name.lower()}", flush=True)
     if result == Exit.STOPPED:
       return result
-    if result == Exit.AGAIN and jax.process_count() > 1:
-      return result  # Another process may be gone; all start again together.
+    refused = result == Exit.NEVER and not _all_come(f"{name} {tries[name]}")
+    if jax.process_count() > 1 and (refused or result == Exit.AGAIN):
+      # Another process may be gone, or wait for this one, whose input alone
+      # was refused; all start again together.
+      return Exit.AGAIN
     deadline = time.monotonic() + patience_seconds
-  return Exit(_agree(_outcome(folder) if _is_first() else 0))
+  return Exit(_agree(_outcome(folder, names) if _is_first() else 0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,7 +192,9 @@ def _work(options: argparse.Namespace) -> int:
       result = work(options.folder, options.run, options.patience_seconds)
     else:
       with _stopping_between_runs(options.distributed):
-        result = work_all(options.folder, options.patience_seconds)
+        result = work_all(
+          options.folder, options.patience_seconds, options.only
+        )
   except (OSError, RuntimeError) as error:
     # Such as a TPU that the process of an earlier attempt has not left yet.
     _say_failure("", error)
@@ -263,10 +276,20 @@ def _choose(
   return _WAIT if held and not late else _NONE_LEFT
 
 
-def _outcome(folder: epath.PathLike) -> Exit:
-  """How the sweep stands: the worst of its runs that nobody is training."""
+def _all_come(place: str) -> bool:
+  """Whether all processes call this within a minute."""
+  wait = multihost.get_barrier_sync_fn()
+  try:
+    wait(key=place, timeout_ms=round(1000 * _BARRIER_SECONDS))
+  except RuntimeError:
+    return False
+  return True
+
+
+def _outcome(folder: epath.PathLike, names: Sequence[str]) -> Exit:
+  """The worst status of the runs that nobody is training."""
   found = {Exit.DONE}
-  for name in folder_lib.names(folder):
+  for name in names:
     workdir = epath.Path(folder) / name
     status = state_lib.read(workdir).status
     if status == state_lib.DAMAGED:
@@ -450,6 +473,9 @@ def make_parser() -> command_line.Parser:
   parser.add_argument("--folder", required=True, help="of the sweep")
   parser.add_config()
   parser.add_argument("--run", help="name of one run (default: all open ones)")
+  parser.add_argument(
+    "--only", default="", help="regular expression over names of runs"
+  )
   command_line.add_cluster(parser)
   parser.add_argument(
     "--patience_seconds", type=float, default=0.0,

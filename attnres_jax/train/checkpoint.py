@@ -49,6 +49,7 @@ from attnres_jax.common import trees
 from attnres_jax.models import lora
 from attnres_jax.train import checksums
 from attnres_jax.train import orbax_s3
+from attnres_jax.train import train_state
 
 CHECKPOINTS = "checkpoints"
 SET_ASIDE = "checkpoints_set_aside"
@@ -287,6 +288,7 @@ def load_model(
   workdir: epath.PathLike,
   step: int | None = None,
   mesh: jax.sharding.Mesh | None = None,
+  average: bool = True,
 ) -> tuple[config_lib.RunConfig, models.Transformer]:
   """The configuration and trained model of a run, without adapters.
 
@@ -297,6 +299,7 @@ def load_model(
     step: which checkpoint; None for the newest readable one.
     mesh: over which the model is sharded as in training; the default device
       without one. With several processes, all of them call this, with a step.
+    average: take the averaged weights once there are any, as evaluations do.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it cannot be read.
@@ -308,7 +311,7 @@ def load_model(
   for candidate in reversed(steps if step is None else [step]):
     with _quiet():
       try:
-        return _read_model(workdir, candidate, mesh)
+        return _read_model(workdir, candidate, mesh, average)
       except Exception as error:
         unreadable[candidate] = _one_line(error)
       gc.collect()
@@ -489,7 +492,10 @@ def _check_same_shapes(
 
 
 def _read_model(
-  workdir: epath.PathLike, step: int, mesh: jax.sharding.Mesh | None
+  workdir: epath.PathLike,
+  step: int,
+  mesh: jax.sharding.Mesh | None,
+  average: bool,
 ) -> tuple[Any, Any]:
   config = config_lib.build_run_config(describe(workdir, step)[0]["config"])
   abstract = jax.eval_shape(lambda: models.build_model(config.model))
@@ -500,16 +506,20 @@ def _read_model(
   else:
     places = sharding.state_sharding(abstract, mesh)
     share = jax.process_index(), jax.process_count()
+  train = config.train
+  if not (train.average_last and step >= train_state.first_averaged(train)):
+    average = False
+  prefix = "average/" if average else _MODEL_PREFIX
   wanted = {
-    _MODEL_PREFIX + name: leaf
+    prefix + name: leaf
     for name, leaf in trees.to_flat(
       sharding.with_sharding(abstract, places)
     ).items()
   }
-  flat, _, verified = _read(workdir, step, wanted, share)
+  flat, _, verified = _read(workdir, step, wanted, share, some=average)
   if not verified:
     logging.warning("checkpoint %d of %s is unverified", step, workdir)
-  flat = {name.removeprefix(_MODEL_PREFIX): a for name, a in flat.items()}
+  flat = {name.removeprefix(prefix): a for name, a in flat.items()}
   model = lora.merged(trees.from_flat(abstract, flat))
   return dataclasses.replace(config, model=model.config), model
 

@@ -125,6 +125,9 @@ def train_and_evaluate(
 
     restored = checkpoint.restore_latest(workdir, program.abstract_state)
     step = restored.step if restored else 0
+    # JAX stops all processes one step after the last that it was told, even if
+    # the signal comes while they compile.
+    stop.requested(step)
     continues = config.train.start_from and not restored
     source = start_lib.find(config) if continues else None
     tail = metrics_lib.read_tail(workdir, step)

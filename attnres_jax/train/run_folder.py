@@ -7,6 +7,7 @@ what was completed, summary.json the outcome.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -90,10 +91,15 @@ def changes(
 ) -> dict[str, tuple[Any, Any]]:
   """The differences from the run to resume that are not harmless.
 
-  The newest readable checkpoint describes that run.
+  The newest readable checkpoint describes that run, or, if a finished run has
+  none any more, its files.
   """
-  steps = checkpoint.all_steps(workdir)
   info = checkpoint.newest_info(workdir)
+  if info is None and is_finished(workdir):
+    with contextlib.suppress(FileNotFoundError, ValueError):
+      was = config_lib.build_run_config(files.read_json(workdir / CONFIG))
+      text = fingerprints(files.read_json(workdir / DATA))
+      info = {"config": config_lib.to_dict(was), "fingerprints": text}
   if info is None or "config" not in info:  # Damaged, or not ours.
     return {}
   if info.get(WEIGHTS_ONLY):
@@ -110,10 +116,12 @@ def changes(
   )
   harmless = HARMLESS
   lengths = (old.train.steps, config.train.steps)
+  step = max(checkpoint.all_steps(workdir), default=old.train.steps)
   settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
   first = train_state.first_averaged(config.train)
-  averages = config.train.average_last and steps[-1] >= first
-  if steps[-1] <= settled and not averages:
+  averages = config.train.average_last and step >= first
+  # A run that is cut to what it has done would not be evaluated at its end.
+  if step <= settled and step < config.train.steps and not averages:
     harmless += ("train.steps",)
   found = {
     field: values

@@ -91,6 +91,8 @@ class StopSignal:
     self._distributed = jax.distributed.is_initialized()
     self._leave = None if self._distributed else leave
     self._leaving = threading.Lock()
+    self._told = -1
+    self._reached = False
     self._previous: dict[signal.Signals, Any] = {}
     self._pipe: tuple[int, int] | None = None
     self._previous_fd = -1
@@ -131,7 +133,12 @@ class StopSignal:
   def requested(self, step: int) -> bool:
     """Whether to stop now. Call it once a step, on every process."""
     if self._distributed:
-      return multihost_utils.reached_preemption_sync_point(step)
+      # JAX agrees on the number after the last that it was told, which is 0 in
+      # a new process. A resumed run has to come by that number, too.
+      for number in range(self._told + 1, step + 1):
+        self._reached |= multihost_utils.reached_preemption_sync_point(number)
+      self._told = step
+      return self._reached
     return self.received is not None
 
   def _watch(self, pipe: int) -> None:

@@ -37,14 +37,14 @@ class NonFiniteError(exits.DivergedError):
 class StepLog:
   """Writes train rows every `train.log_every` steps, one step late.
 
-  A row has the scalars of that step; the norms of the transformer blocks go
-  into `depth` rows, which the training loop writes. Times are means over the
-  steps since the previous row: step_seconds (without evaluations, saves and
-  depth rows), data_wait_seconds, tokens_per_second (also per device).
-  model_flop_utilisation is null on CPU and on chips with unknown peak. goodput
-  is the share of this attempt's time that was spent in steps, without waiting
-  for data. A step that took far longer than the others gets an event with its
-  cause.
+  The last step has one, too. A row has the scalars of that step; the norms of
+  the transformer blocks go into `depth` rows, which the training loop writes.
+  Times are means over the steps since the previous row: step_seconds (without
+  evaluations, saves and depth rows), data_wait_seconds, tokens_per_second (also
+  per device). model_flop_utilisation is null on CPU and on chips with unknown
+  peak. goodput is the share of this attempt's time that was spent in steps,
+  without waiting for data. A step that took far longer than the others gets an
+  event with its cause.
   """
 
   def __init__(
@@ -119,7 +119,8 @@ class StepLog:
     self._tokens += float(metrics["tokens"])
     self._steps += 1
     self._check_finite(step, metrics)
-    if step % self._config.train.log_every == 0:
+    train = self._config.train
+    if step % train.log_every == 0 or step == train.steps:
       self._write(step, metrics)
     return metrics
 

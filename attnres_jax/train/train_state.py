@@ -310,9 +310,24 @@ class _Whole:
     return self.config.optim.accumulate_steps
 
   def loss_sums(self, model, examples):
+    def one(microbatch):
+      embedding_BTD = model.embedding.encode(microbatch.inputs)
+      return self._sums(model, embedding_BTD, microbatch)
+
     with sharding.ambient(self.mesh):
-      embedding_BTD = model.embedding.encode(examples.inputs)
-      return self._sums(model, embedding_BTD, examples)
+      if self.microbatches == 1:
+        return one(examples)
+      # All rows at once may need more memory than a step.
+      return jax.tree.map(jnp.sum, jax.lax.map(one, self._split(examples)))
+
+  def _split(self, examples):
+    """The microbatches; every device keeps its own rows in each."""
+
+    def split(a):
+      a = a.reshape(-1, self.microbatches, *a.shape[1:])
+      return jnp.swapaxes(a, 0, 1)
+
+    return jax.tree.map(split, examples)
 
   def _sums(self, model, embedding_BTD, examples):
     return loss_lib.loss_sums(
@@ -336,11 +351,6 @@ class _Whole:
   def _accumulated(self, model, examples):
     """Sums over microbatches."""
 
-    def microbatches(a):
-      # Every device keeps its own rows in every microbatch.
-      a = a.reshape(-1, self.microbatches, *a.shape[1:])
-      return jnp.swapaxes(a, 0, 1)
-
     def total(model, embedding_BTD, microbatch):
       sums = self._sums(model, embedding_BTD, microbatch)
       return sums.total, sums
@@ -359,7 +369,7 @@ class _Whole:
       with scopes.part(scopes.ACCUMULATION):
         return probe.add(total, new), d_BTD
 
-    each = jax.tree.map(microbatches, examples)
+    each = self._split(examples)
     first = jax.tree.map(lambda a: a[0], each)
     shapes, _ = jax.eval_shape(one, model, first)
     with scopes.part(scopes.ACCUMULATION):

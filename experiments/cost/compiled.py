@@ -31,6 +31,7 @@ from attnres_jax.common import compiler
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
 from attnres_jax.common import topology
+from attnres_jax.flops import traffic
 from attnres_jax.inference import programs
 from attnres_jax.models import loss as loss_lib
 from attnres_jax.models import residuals
@@ -298,7 +299,8 @@ def _least(case: Case) -> dict[str, Any]:
     return {}
   network = networks.load(case.network)
   if case.length:
-    devices = len(topology.devices(case.place))
+    is_chip = case.place in TOPOLOGY
+    devices = 1 if is_chip else len(topology.devices(case.place))
     config = networks.with_arm(network, case.arm)
     nbytes = _block_bytes(config, -(-case.tokens // devices))
     return {"blocks_GB": f"{nbytes / 1e9:.3f}"}
@@ -308,8 +310,10 @@ def _least(case: Case) -> dict[str, Any]:
     leaf.size * (2 if leaf.ndim > 1 else 4)
     for leaf in jax.tree.leaves((model.sublayers, model.embedding.head))
   )
-  entries = 2 * config.num_layers * config.kv_heads * config.head_size
-  cache = 2 * entries * case.batch * case.tokens
+  cache = case.batch * sum(
+    one.token_bytes * case.tokens + one.sequence_bytes
+    for one in traffic.of_caches(config).values()
+  )
   return {"least_GB": f"{(weights + cache) / 1e9:.4f}"}
 
 

@@ -115,7 +115,8 @@ def latency(rows: Sequence[Row]) -> str:
   base = {_where(row): row for row in shown if row["arm"] == "prenorm"}
   groups: dict[tuple[str, str, str], list[Row]] = {}
   for row in shown:
-    if row["arm"] != "prenorm" and row["least_GB"]:
+    # A baseline may be missing, or not fit.
+    if row["arm"] != "prenorm" and row["least_GB"] and _where(row) in base:
       where = row["program"], row["place"], label(row["arm"])
       groups.setdefault(where, []).append(row)
   lines = [
@@ -189,11 +190,13 @@ def vectors(rows: Sequence[Row]) -> str:
 def sentence(rows: Sequence[Row]) -> str:
   """What Block and Full cost here, for the first page."""
   block, full = (
-    _range_of(row)
+    next(
+      _range_of(row)
+      for row in rows
+      if (row["program"], row["network"], row["arm"], row["place"])
+      == ("forward_backward", "large", scheme, _HERE)
+    )
     for scheme in ("block_attnres", "full_attnres")
-    for row in rows
-    if (row["program"], row["network"], row["arm"], row["place"])
-    == ("forward_backward", "large", scheme, _HERE)
   )
   return (
     "**Cost.** On a CPU, a forward and backward pass of Block AttnRes takes"

@@ -184,6 +184,8 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
       _numbers("--batch", options.batch) or dict.fromkeys(batches),
       _numbers("--tokens", options.tokens) or dict.fromkeys(tokens),
     )
+  if not (options.chips or any(map(is_baseline, arms))):
+    config_lib.fail_argument("--arms", options.arms, "prenorm among them")
   for name, (batch, tokens) in itertools.product(names, sizes):
     network = networks.load(name)
     network = network._replace(
@@ -242,6 +244,8 @@ def compiled(
   """A row for each chip and arm."""
   from experiments.cost import compiled as compiled_lib
 
+  if options.what == "prefill" and sizes["batch"] > 1:
+    config_lib.fail_argument("--batch", sizes["batch"], "1 prompt at a time")
   chips = options.chips.split(",")
   for place, arm in itertools.product(chips, arms):
     case = compiled_lib.Case(

@@ -68,7 +68,8 @@ def _score(options: argparse.Namespace, rest: list[str]) -> int:
       print(f"{one.name}: left out, since it executes answers (--runs_code)")
       continue
     if file_of(out, one).exists():
-      print(f"{one.name}: done")
+      scored = files.read_json(file_of(out, one))["run"]
+      print(f"{one.name}: done ({scored['name']}, step {scored['step']})")
       continue
     print(f"{one.name}: {one.task}", flush=True)
     status = score.main([

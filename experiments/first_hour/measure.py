@@ -115,6 +115,7 @@ def run(folder: pathlib.Path, parts: list[str], short: bool) -> None:
   for old in rows:
     if old["status"] == BEGUN:
       old |= {"status": FAILED, "reason": "the process ended or was stopped"}
+      csv_rows.write(path, rows)  # There may be no later task.
   done = {old["task"] for old in rows}
   for task in tasks(jax.devices()[0].platform, short, folder):
     if task.part not in parts or task.name in done:
@@ -207,14 +208,16 @@ def time_operator(
 ) -> Iterator[Row]:
   """Microseconds; the limit is arguments and results over the bandwidth."""
   operator = problems.OPERATORS[name]
-  dtype = getattr(shape, "dtype", "bfloat16")
-  problem = operator.build(shape, dtype, problems.draws(0))
+  problem = operator.build(shape, "bfloat16", problems.draws(0))
 
   def function(*arrays: jax.Array) -> Any:
     if way == "forward":
       return problem.function(implementation, *arrays)
+    # With one number of each value: compilers would otherwise leave out forward
+    # passes that gradients do not need, which the estimates contain.
     named = problems.results(problem, implementation, *arrays)
-    return [x for key, x in named.items() if not key.startswith("result")]
+    is_value = lambda key: key.startswith("result")
+    return {k: x[(0,) * x.ndim] if is_value(k) else x for k, x in named.items()}
 
   seconds = timing.of_calls(
     function, problem.arrays, rounds=3 if short else timing.ROUNDS

@@ -129,6 +129,10 @@ def _hour(
   if process.returncode == 2:
     raise config_lib.ConfigError("the process of the device refused to begin")
   rows = csv_rows.read(path) if path.exists() else []
+  if time.monotonic() >= end and path.exists():
+    # The task in progress has not failed; the next command begins it again.
+    rows = [row for row in rows if row["status"] != measure.BEGUN]
+    csv_rows.write(path, rows)
   failed = sum(row["status"] == measure.FAILED for row in rows)
   if process.returncode:
     print("stopped before the last task; rerun the same command to continue")

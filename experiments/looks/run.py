@@ -73,13 +73,13 @@ class Network(NamedTuple):
 
 
 def finished(
-  folder: pathlib.Path | str, variants: Sequence[str]
-) -> Iterator[tuple[str, int, pathlib.Path]]:
+  folder: epath.PathLike, variants: Sequence[str]
+) -> Iterator[tuple[str, int, epath.Path]]:
   """Variant, seed and folder of finished runs, variant by variant.
 
   Runs with another rate or budget than the variant's own are left out.
   """
-  folder = pathlib.Path(folder)
+  folder = epath.Path(folder)
   found = sorted(
     (variants.index(run.overrides["variant"]), run.overrides["seed"], run.name)
     for run in folder_lib.read(folder)
@@ -96,9 +96,10 @@ def load(variant: str, seed: int, folder: epath.PathLike) -> Network:
   batches = data.open_dataset(config.data, "validation").batches()
   rows: list[np.ndarray] = []
   try:
-    while sum(map(len, rows)) < NUM_ROWS:
-      batch = next(batches)
+    for batch in batches:  # A short split has fewer rows.
       rows.append(batch["tokens"][batch["counts"].all(axis=1)])
+      if sum(map(len, rows)) >= NUM_ROWS:
+        break
   finally:
     batches.close()
   tokens_BT = np.concatenate(rows)[:NUM_ROWS]

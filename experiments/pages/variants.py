@@ -69,10 +69,15 @@ def experiment(
 
 
 def with_shared(study: Study, rows: Sequence[Row]) -> list[Row]:
-  """The rows, and those committed for networks that another study trains."""
+  """The rows, and those committed for networks that another study trains.
+
+  None of another text, number of steps, rate or size of network.
+  """
   if study.shares is None:
     return list(rows)
   other = _read(f"{study.shares.name}/results.csv")
+  if not _protocols(rows) & _protocols(other):
+    return list(rows)
   known = {row["run"] for row in rows}
   names = set(study.shared)
   return [
@@ -125,24 +130,24 @@ def protocol(spread: pairs.Spread) -> str:
 def spread_of(rows: Sequence[Row], study: Study) -> pairs.Spread | None:
   """The spread of the protocol to which rows belong.
 
-  All committed rows of the laptop's protocol count if the baseline is its, so
+  All committed rows of the laptop's protocol count if the rows are of it, so
   that the same pairs have the same interval on every page.
   """
   found = at_own_settings(with_shared(study, rows))
   committed = [row for path in _LAPTOP for row in at_own_settings(_read(path))]
-  if _baselines(found) & _baselines(committed):
+  if _protocols(found) & _protocols(committed):
     runs = {row["run"]: row for row in (*committed, *found)}
     found = list(runs.values())
   return pairs.pooled(pairs.losses(found, "variant"), BASELINE, CONTROL)
 
 
-def _baselines(rows: Sequence[Row]) -> set[tuple[Any, ...]]:
-  # Of a sweep, these are numbers; in a file, text.
-  names = "active_params", "tokens", "peak_lr"
+def _protocols(rows: Sequence[Row]) -> set[tuple[str, ...]]:
+  """What rows have in common whose losses can be compared."""
+  # Of a sweep, these are numbers; in a file, text. By 6ND, all schemes of a
+  # network need the same.
+  names = "data", "tokens", "peak_lr", "compute_6nd"
   return {
-    tuple(str(row.get(name)) for name in names)
-    for row in rows
-    if row["variant"] == BASELINE
+    tuple(str(row.get(name)) for name in names) for row in at_own_settings(rows)
   }
 
 

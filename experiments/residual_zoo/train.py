@@ -9,9 +9,10 @@ See the README beside this file.
 import sys
 
 from attnres_jax.sweep import cli
-from experiments.pages import sweep
+from experiments.pages import variants
+from experiments.residual_zoo import config
 
-EXPERIMENT, _ = sweep.experiment(__file__, __doc__)
+EXPERIMENT, _ = variants.experiment(__file__, __doc__, config.STUDY)
 
 if __name__ == "__main__":
   sys.exit(cli.main(EXPERIMENT))

@@ -124,7 +124,7 @@ def _upcycled(folder: pathlib.Path, arm: str) -> pathlib.Path:
     return start
   # An interrupted command may have left a part of it.
   start = weights_folder.check_new("--workdir", str(start))
-  config, model = checkpoint.load_model(folder / "source")
+  config, model = checkpoint.load_model(folder / "source", average=False)
   model = upcycle.upcycle(model, ARMS[arm][0])
   config = dataclasses.replace(config, model=model.config)
   weights_folder.write(start, config, model, {}, {})

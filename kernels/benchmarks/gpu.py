@@ -12,8 +12,9 @@ the table as failed, and one that cannot be imported stays with the reason. Arms
 are timed in turn, in alternating order, with the second-level cache flushed
 between samples. Medians have bootstrap intervals.
 
-Rows go to results/gpu.csv, with device, versions and commit. `--platform=cpu`
-tries the driver on a tiny shape with the plain backends and only prints rows.
+Rows go to results/gpu.csv, with device, versions and commit, and replace those
+of the same GPU and problem. `--platform=cpu` tries the driver on a tiny shape
+with the plain backends and only prints rows.
 """
 
 import argparse
@@ -56,6 +57,7 @@ FIELDS = (
   "high_ms", "to_xla", "GB", "GB_per_s", "of_copy", "error", "stored",
   "hardware", "jax", "torch", "commit",
 )  # fmt: skip
+_KEYS = ("suite", "shape", "mode", "arm", "hardware")
 EPS = 1e-6
 _Peer = Callable[[Any, Any], Any]
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
@@ -92,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
       for row in compare(problem, machine, options.rounds):
         rows.append(row)
         print(*(value for value in row.values() if value), flush=True)
-  if options.platform == "gpu":
-    csv_rows.write(_TABLE, rows)
+        if options.platform == "gpu":
+          csv_rows.put(_TABLE, row, _KEYS)
   return rows
 
 

@@ -41,10 +41,10 @@ def test_every_shape_has_as_many_chips_as_its_name_says():
 @pytest.mark.parametrize(
   "name,message",
   [
-    ("v5e-7", "topology: got 'v5e-7', expected one of v5e-1, v5e-4, v5e-8"),
+    ("v5e-7", "^topology: got 'v5e-7', expected one of v5e-1, v5e-4, v5e-8"),
     (
       "v9-8",
-      "topology: got 'v9', expected one of v2, v3, v4, v5e",
+      "^topology: got 'v9', expected one of v2, v3, v4, v5e",
     ),
   ],
 )

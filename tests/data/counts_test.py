@@ -67,6 +67,7 @@ def test_the_path_that_a_mixture_reads_most_often(tmp_path):
     ({"model.vocab_size": 163_840}, "model.vocab_size: got 163840, expected"),
     ({"train.steps": 200_000}, "data.max_epochs: got 4.0, expected at least"),
     ({"model.vocab_size": 1024}, None),
+    ({"model.vocab_size": 163_840, "train.start_from": "runs/llama"}, None),
     ({"train.steps": 200_000, "data.max_epochs": 1e9}, None),
   ],
 )

@@ -3,6 +3,7 @@
 
 import os
 import pathlib
+import types
 
 from etils import epath
 import pytest
@@ -102,6 +103,34 @@ class TestCachedCopy:
     assert self._copy().read_bytes() == b"second"
     assert {p.name for p in self.cache.rglob("*.*")} == {"remote.bin"}
 
+  def test_a_change_that_no_time_tells(self):
+    """Objects of S3 have no modification time."""
+    other = self.file.path.with_name("other")
+    other.write_bytes(b"other")
+    for path in (self.file.path, other):
+      os.utime(path, (0, 0))
+    assert self._copy().read_bytes() == b"first"
+    os.replace(other, self.file.path)
+    assert self._copy().read_bytes() == b"other"
+
+  @pytest.mark.parametrize("version", ["generation", "ETag"])
+  def test_an_object_in_another_class_is_the_same(self, version, monkeypatch):
+    about = {"size": 5, version: "1", "storageClass": "STANDARD"}
+    store = types.SimpleNamespace(info=lambda path: about)
+    monkeypatch.setattr(paths.stores, "client", lambda path: store)
+    copy = self._copy()
+    about["storageClass"] = "NEARLINE"
+    assert self._copy() == copy
+    about[version] = "2"
+    assert self._copy() != copy
+
+  def test_a_full_disk_is_named_before_anything_is_copied(self, monkeypatch):
+    monkeypatch.setattr(files, "_free_bytes", lambda path: 4)
+    with pytest.raises(files.DiskFullError, match="5 bytes needed") as full:
+      self._copy()
+    assert pathlib.Path(full.value.filename).is_relative_to(self.cache)
+    assert not self.cache.exists()
+
   def test_a_copy_cut_short_is_not_taken_for_the_file(self):
     def break_off(source, target, length):
       target.write(source.read(2))
@@ -170,6 +199,14 @@ class TestSplits:
   def test_a_folder_in_which_some_texts_have_such_names(self):
     names = ["model.x", "test/model_test.x", "train.x"]
     assert self._splits(*names, all_named=True) == (names, names)
+    names = ["a.x", "train_test_split.x", "val.x"]
+    for name in ("model.x", "test/model_test.x", "train.x"):
+      (self.folder / name).unlink()
+    assert self._splits(*names, all_named=True) == (names, names)
+    for name in names:
+      (self.folder / name).unlink()
+    names = ["train/train_test_split.x", "val/a.x"]
+    assert self._splits(*names, all_named=True) == (names[:1], names[1:])
 
   def test_two_splits_in_one_name(self):
     with pytest.raises(

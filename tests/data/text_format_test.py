@@ -283,9 +283,10 @@ def test_our_own_runs_use_their_separator(tmp_path):
   ]  # fmt: skip
 
 
-def test_imported_means_an_interop_json_beside_the_vocabulary(folder):
+@pytest.mark.parametrize("name", ["tokenizer.json", ""])
+def test_imported_means_an_interop_json_beside_the_vocabulary(folder, name):
   config = config_lib.DataConfig(
-    tokenizer="hf", tokenizer_path=str(folder / "tokenizer.json")
+    tokenizer="hf", tokenizer_path=str(folder / name)
   )
   assert not text_format_lib.of_data(config).imported
   (folder / "interop.json").write_text("{}")

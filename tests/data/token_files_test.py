@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token files, written here byte by byte from their description."""
 
+import errno
 import json
+import os
 import struct
 
 import numpy as np
@@ -9,7 +11,9 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax.common import exits
 from attnres_jax.data import packing
+from attnres_jax.data import text_format
 
 _IDS = [256, 104, 105, 0, 256, 255, 7, 7, 7, 1, 2, 3]
 
@@ -90,6 +94,14 @@ class TestTokenFiles:
     assert list(row["tokens"]) == [6, separator_id, 9]
     assert list(row["segment_ids"]) == [1, 2, 2]
 
+  def test_without_a_separator_no_id_ends_a_text(self):
+    sidecar = {"dtype": "uint16", "vocab_size": 257}
+    self._write("x.bin", _raw(_IDS), sidecar)
+    config = self._config("x.bin", tokenizer="ids")
+    assert text_format.of_data(config).end_ids == ()
+    self._write("x.bin", _raw(_IDS), sidecar | {"separator_id": 0})
+    assert text_format.of_data(config).end_ids == (0,)
+
   def test_validation_path(self):
     self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "count": 12})
     self._write("y.bin", _raw([1, 2, 3]), {"dtype": "uint16", "count": 3})
@@ -126,6 +138,7 @@ class TestTokenFiles:
       ({"count": "12"}, "count"), ({"count": True}, "count"),
       ({"count": 13}, "26 bytes, as x.json says"), ({"count": 11}, "not of 24"),
       ({"count": 10**30}, "count"),
+      ({"count": None, "header_bytes": 30}, "30 bytes, as x.json says"),
       ({"count": 10**15}, "it is cut off or damaged"),
       ({"vocab_size": -3}, "vocab_size"), ({"vocab_size": 0}, "above 0"),
       ({"vocab_size": 2**31}, "vocab_size"),
@@ -182,6 +195,24 @@ class TestTokenFiles:
     with pytest.raises(config_lib.RunError, match=message):
       for _ in range(3000):
         next(batches)
+    batches.close()
+
+  @pytest.mark.parametrize("num_threads", [0, 2])
+  def test_a_disk_that_fails_may_work_again(self, num_threads, monkeypatch):
+    self._write("x.bin", _raw([7] * 3000), {"dtype": "uint16"})
+    config = self._config(num_threads=num_threads)
+    batches = data.open_dataset(config, "train").batches()
+    next(batches)
+
+    def fail(*args):
+      raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(OSError, match="Input/output error") as error:
+      for _ in range(3000):
+        next(batches)
+    assert exits.of_error(error.value) == exits.Exit.AGAIN
+    assert error.value.filename == str(self.folder / "x.bin")
     batches.close()
 
   @pytest.mark.parametrize(
@@ -248,6 +279,12 @@ class TestTokenFiles:
     self._write("x.bin", b"", {"dtype": "uint16", "count": 0})
     with pytest.raises(config_lib.ConfigError, match="train tokens at all"):
       data.open_dataset(self._config(), "train")
+    self._write("y.bin", _raw(_IDS), {"dtype": "uint16"})
+    empty = str(self.folder / "x.bin")
+    config = self._config("y.bin", validation_path=empty)
+    message = "validation_path: got .*x.bin', expected any validation"
+    with pytest.raises(config_lib.ConfigError, match=message):
+      data.open_dataset(config, "validation")
 
   def test_description_identifies_the_content(self):
     sidecar = {"dtype": "uint16", "count": 200_000}

@@ -163,7 +163,10 @@ def test_extras_exist():
   project = tomllib.loads((tiny_run.ROOT / "pyproject.toml").read_text())
   extras = re.findall(r"attnres-jax\[([\w,]+)\]", TEXT)
   image = (tiny_run.ROOT / "Dockerfile").read_text()
-  extras += re.findall(r'install .*"\.\[([\w,]+)\]"', image)
+  of_clones = re.findall(r'install .*"\.\[([\w,]+)\]"', TEXT + image)
+  # Launches import what draws their report.
+  assert len(of_clones) == 2 and all("plots" in one for one in of_clones)
+  extras += of_clones
   assert len(extras) > 3
   for names in extras:
     known = project["project"]["optional-dependencies"]

@@ -89,6 +89,14 @@ def test_nnx(network):
   compare(trunk(embedding_BTD), model, embedding_BTD)
 
 
+def test_a_trunk_refuses_sublayers_that_its_scheme_does_not_count(network):
+  config, _, sublayers, _ = network
+  cores, norms = zip(*((one.core, one.norm) for one in sublayers))
+  trunk, rngs = code(OWN)["Trunk"], nnx.Rngs(0)
+  with pytest.raises(AssertionError):
+    trunk([*cores, cores[0]], [*norms, norms[0]], config, rngs=rngs)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links(page):
   for link in re.findall(r"\]\(([^)\s]+)", page.read_text()):

@@ -159,6 +159,19 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
   assert labels == ["S = 1", "S = 2", "S = 4"]
 
 
+@pytest.mark.parametrize("name", ["data", "tokens", "peak_lr", "compute_6nd"])
+def test_rows_of_another_protocol_are_not_compared(name, tmp_path, monkeypatch):
+  """Such as the paper's scale, or the text of another Python."""
+  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+  (tmp_path / "ablations").mkdir()
+  committed = [row | {"run": f"old{row['run']}"} for row in _rows()]
+  csv_rows.write(tmp_path / "ablations" / "results.csv", committed)
+  rows = [row | {name: "7"} for row in _rows()]
+  assert report.with_shared(block_size.STUDY, rows) == rows
+  lines = report.table(block_size.STUDY, rows).rows
+  assert [line[-2] for line in lines] == ["3", "1", "3"]
+
+
 def test_the_zoo(tmp_path, monkeypatch):
   """Its losses beside Table 4's, memory and time of a step."""
   monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes against sums by hand, and real caches."""
 
-from flax import nnx
 import jax
 import pytest
 
+from attnres_jax import models
 from attnres_jax.flops import traffic
-from attnres_jax.models import mixers
 from tests import tiny_network
 
 
@@ -78,24 +77,28 @@ class TestCaches:
     # Keys and values of two heads, six wide.
     assert caches["attention"] == traffic.Cache(token_bytes=2 * 2 * 6 * size)
 
-  def test_kda_is_the_mixers_state(self, dtype, size):
-    model = tiny_network.config(dtype=dtype, **FIELDS)
-    state = jax.eval_shape(
-      lambda: mixers.Kda(model, rngs=nnx.Rngs(0)).init_cache(3)
-    )
-    held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
-    found = traffic.of_caches(model)["kda"]
-    # Three sequences, two such mixers.
-    assert found == traffic.Cache(sequence_bytes=2 * held // 3)
-
-  def test_mla_is_the_mixers_cache(self, dtype, size):
-    model = tiny_network.config(dtype=dtype, **FIELDS)
-    cache = jax.eval_shape(
-      lambda: mixers.Mla(model, rngs=nnx.Rngs(0)).init_cache(1, 10)
-    )
-    held = sum(a.size * a.dtype.itemsize for a in cache.arrays)
-    found = traffic.of_caches(model)["mla"]
-    assert found == traffic.Cache(token_bytes=held // 10)
+  @pytest.mark.parametrize(
+    "fields",
+    [
+      {},
+      dict(name="mudd"),
+      dict(name="xhc"),
+      dict(depth_memory="value_residual"),
+    ],
+    ids=lambda fields: "-".join(fields.values()) or "plain",
+  )
+  def test_are_those_of_a_decoder(self, dtype, size, fields):
+    del size
+    model = tiny_network.config(dtype=dtype, **FIELDS | fields)
+    network = jax.eval_shape(lambda: models.build_model(model))
+    cache = jax.eval_shape(lambda model: model.init_cache(3, 5), network)
+    found = traffic.of_caches(model)
+    assert found.keys() == cache.states.keys()
+    for kind, state in cache.states.items():
+      held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
+      assert held == 3 * (
+        found[kind].sequence_bytes + 5 * found[kind].token_bytes
+      )
 
 
 def test_48b():

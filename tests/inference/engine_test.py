@@ -197,6 +197,15 @@ def test_bad_requests(engine, prompt, num_tokens, message):
   assert not engine.busy
 
 
+def test_weights_that_need_no_cast_are_not_copied(model):
+  engine = engine_lib.Engine(model, slots=1, length=8, separate=False)
+  ours, theirs = (
+    [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(one)]
+    for one in (engine._model, model)
+  )
+  assert ours == theirs
+
+
 def test_slots_that_rows_do_not_divide(model):
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=2))
   with pytest.raises(config_lib.ConfigError, match="slots: got 3.* 2 shards"):

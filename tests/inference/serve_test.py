@@ -138,6 +138,18 @@ def test_bad_flags_are_named(run, flags, message, capsys):
   assert message in error and error.count("\n") == 1
 
 
+def test_a_missing_tokenizer_is_named_before_anything_is_compiled(
+  run, capsys, monkeypatch
+):
+  def missing(*args):
+    raise config_lib.ConfigError("config.data.tokenizer_path: got 'a.json'")
+
+  monkeypatch.setattr(serve.text_format_lib, "of_data", missing)
+  assert run(f"--port={_free_port()}") == 2
+  error = capsys.readouterr().err
+  assert "tokenizer_path" in error and "compiling" not in error
+
+
 def test_a_port_that_is_taken(run, capsys):
   with socket.create_server(("127.0.0.1", 0)) as listener:
     port = listener.getsockname()[1]

@@ -63,21 +63,37 @@ def test_activations_are_as_wide_as_the_files(source, tmp_path):
   assert config.data.tokenizer == "bytes"
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", ""])
+@pytest.mark.parametrize("name", ["mine.json", ""])
 def test_a_tokenizer_elsewhere(source, tmp_path, name):
-  """It is used, though the checkpoint has a file of this name."""
+  """It is used, and exported, though the checkpoint has another one."""
   import tokenizers
 
   other = tmp_path / "other"
   other.mkdir()
   made = tokenizers.Tokenizer.from_str(small_checkpoint.tokenizer_json())
   made.add_tokens(["another"])
-  made.save(str(other / "tokenizer.json"))
-  argv = [f"--path={source}", f"--workdir={tmp_path / 'a'}"]
-  assert IMPORT([*argv, f"--tokenizer={other / name}"]) == 0
+  made.save(str(other / (name or "tokenizer.json")))
+  workdir, out = f"--workdir={tmp_path / 'a'}", tmp_path / "b"
+  argv = [f"--path={source}", f"--tokenizer={other / name}"]
+  assert IMPORT([*argv, workdir]) == 0
   config, _ = checkpoint.load_model(tmp_path / "a")
   found = pathlib.Path(config.data.tokenizer_path).read_bytes()
-  assert found == (other / "tokenizer.json").read_bytes()
+  assert found == (other / (name or "tokenizer.json")).read_bytes()
+  assert EXPORT([workdir, f"--path={out}"]) == 0
+  assert (out / "tokenizer.json").read_bytes() == found
+
+
+def test_documents_end_with_a_token_at_which_answers_stop(source, tmp_path):
+  """Though it has none of the usual names, as in DeepSeek's vocabulary."""
+  folder = tmp_path / "source"
+  shutil.copytree(source, folder)
+  path = folder / "tokenizer.json"
+  path.write_text(path.read_text().replace("s>", "t>"))
+  small_checkpoint.change_config(folder, eos_token_id=257)
+  assert IMPORT([f"--path={folder}", f"--workdir={tmp_path / 'a'}"]) == 0
+  config, _ = checkpoint.load_model(tmp_path / "a")
+  text_format = text_format_lib.of_data(config.data)
+  assert (text_format.tokenizer.separator_id,) == text_format.end_ids
 
 
 def test_sampling(imported, capsys):
@@ -270,6 +286,18 @@ def test_the_code_of_the_card_writes_text(
       if token == 256:
         break
       ids.append(token)
+
+
+def test_an_export_has_the_length_of_further_training(tmp_path):
+  model = small_checkpoint.model()
+  data = config_lib.DataConfig(sequence_length=128)
+  config = config_lib.RunConfig(model=model.config, data=data)
+  facts = dict(family="llama", config=dict(max_position_embeddings=64))
+  weights_folder.write(tmp_path / "a", config, model, facts, {})
+  argv = [f"--workdir={tmp_path / 'a'}", f"--path={tmp_path / 'b'}"]
+  assert EXPORT(argv) == 0
+  values = json.loads((tmp_path / "b" / "config.json").read_text())
+  assert values["max_position_embeddings"] == 128
 
 
 def test_values_that_do_not_fit_are_refused(tmp_path, capsys):

@@ -36,6 +36,17 @@ KIMI_48B = dict(
     kda_layers=[i for i in range(1, 27) if i % 4],
   ),
 )  # fmt: skip
+QWEN_HALF_BILLION = dict(
+  model_type="qwen2", architectures=["Qwen2ForCausalLM"],
+  attention_dropout=0.0, bos_token_id=151643, eos_token_id=151643,
+  hidden_act="silu", hidden_size=896, initializer_range=0.02,
+  intermediate_size=4864, max_position_embeddings=32768, max_window_layers=24,
+  num_attention_heads=14, num_hidden_layers=24, num_key_value_heads=2,
+  rms_norm_eps=1e-6, rope_theta=1000000.0, sliding_window=32768,
+  tie_word_embeddings=True, torch_dtype="bfloat16",
+  transformers_version="4.40.1", use_cache=True, use_mrope=False,
+  use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
 # But for its weights in eight bits.
 DEEPSEEK = dict(
   model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"],
@@ -87,7 +98,9 @@ def _billions(config):
   return sum(leaf.size for leaf in jax.tree.leaves(abstract)) / 1e9
 
 
-@pytest.mark.parametrize("values", [KIMI_48B, DEEPSEEK, _of_k3(K3)])
+@pytest.mark.parametrize(
+  "values", [QWEN_HALF_BILLION, KIMI_48B, DEEPSEEK, _of_k3(K3)]
+)
 def test_published_networks_come_back(values):
   found = families.read_config(values)
   name = values["model_type"]

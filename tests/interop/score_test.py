@@ -22,7 +22,7 @@ from attnres_jax.interop import score
 from attnres_jax.interop import scorer
 from tests.interop import small_checkpoint
 
-LM_EVAL = pytest.mark.needs("lm_eval>=0.4.9")
+LM_EVAL = pytest.mark.needs("lm_eval>=0.4.13")
 # Tasks of every kind: their file of examples, and the rest of their YAML.
 TASKS = dict(
   our_questions=("questions", dict(
@@ -203,6 +203,21 @@ def test_answers_are_greedy_unless_a_task_samples(options, temperature, quiet):
   options = dict(until=["e"], max_gen_toks=9) | options
   request, stop = network._prompt("a", options)
   assert request.settings.temperature == temperature and stop == ["e"]
+
+
+@LM_EVAL
+def test_tasks_that_shuffle_do_it_alike(tmp_path, quiet, monkeypatch):
+  """GPQA's choices are in an order of Python's random numbers."""
+  from attnres_jax.interop import harness
+
+  network, seeds = _without_model(harness), []
+  monkeypatch.setattr(
+    network, "_scores", lambda pairs: [scorer.Found(0.0, True)] * len(pairs)
+  )
+  monkeypatch.setattr("random.seed", seeds.append)
+  table = harness.find_tasks(["our_letters"], write_tasks(tmp_path))
+  harness.evaluate(network, ["our_letters"], table)
+  assert seeds == [0]
 
 
 @LM_EVAL

@@ -135,6 +135,8 @@ def test_decoding(plain, scan_layers):
     ("deepnorm", "sublayers of this one have no pre-norm"),
     ("keel", "this one has no norm before the head"),
     ("delta_attnres", "read 2 of this one differs by"),
+    # Its reads are PreNorm's, but keys and values have gains of their own.
+    ("mudd", "mixers of this one have further norms"),
     ("multi_gate", "read 2 of this one differs by"),
     ("block_atnres", "did you mean 'block_attnres'?"),
   ],
@@ -143,6 +145,11 @@ def test_schemes_that_are_refused(name, words, plain):
   with pytest.raises(config_lib.ConfigError) as error:
     upcycle.upcycle(plain, Residual(name, num_blocks=2))
   assert words in str(error.value)
+
+
+def test_a_number_of_blocks_that_main_would_refuse(plain):
+  with pytest.raises(config_lib.ConfigError, match="num_blocks: got 3"):
+    upcycle.upcycle(plain, Residual("block_attnres", num_blocks=3))
 
 
 @pytest.mark.parametrize("options", [dict(score="sigmoid"), dict(null="zero")])

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnres_jax.common import csv_rows
+
 _BOTH = gpu.Read("read", 2, 3, 40, 32, "forward+backward")
 
 
@@ -89,6 +91,23 @@ def test_suite_on_cpu(suite, tmp_path):
       assert row["to_xla"] == "1.000"
     # Peers that cannot run are listed with the reason.
     assert (row["status"] == gpu.OK) == (row["reason"] == "")
+
+
+def test_rows_of_other_gpus_and_suites_stay(tmp_path, monkeypatch):
+  table = tmp_path / "gpu.csv"
+  monkeypatch.setattr(gpu, "_TABLE", table)
+  monkeypatch.setattr(gpu, "Machine", lambda _: None)
+  monkeypatch.setattr(gpu.jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(gpu, "problems_of", lambda suite, _: [suite])
+  rows = [
+    dict.fromkeys(gpu.FIELDS, "") | {"suite": suite, "hardware": hardware}
+    for hardware in ("H100", "H200")
+    for suite in ("read", "phase1")
+  ]
+  for row in [rows[0] | {"commit": "old"}, *rows[1:], rows[0]]:
+    monkeypatch.setattr(gpu, "compare", lambda *_, row=row: [row])
+    gpu.main([f"--suite={row['suite']}"])
+  assert csv_rows.read(table) == [*rows[1:], rows[0]]
 
 
 @pytest.mark.needs("torch")

@@ -141,6 +141,15 @@ def test_what_cannot_fit_is_dropped_with_its_reason(devices):
   assert not found and list(dropped) == ["more than 16 GiB by arithmetic"]
 
 
+def test_of_what_tensor_cuts_a_device_holds_its_part(devices):
+  """3.8e9 parameters: over four devices, 14 GiB of state and gradient."""
+  config = _config(**{
+    "model.width": 8192, "model.mlp_width": 65_536, "mesh.tensor": 4,
+  })  # fmt: skip
+  found, _ = candidates.plans(config, devices)
+  assert found
+
+
 def test_pipelines_are_not_planned(devices):
   with pytest.raises(config_lib.ConfigError, match=r"mesh\.stage: got 2"):
     candidates.plans(_config(**{"mesh.stage": 2}), devices)

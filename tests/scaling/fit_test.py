@@ -119,15 +119,20 @@ def test_a_failed_run_is_left_out():
   assert fits["part"].law != fits["whole"].law
 
 
-def test_two_runs_have_no_interval():
-  """Every draw would be these two, and the interval of width zero."""
+@pytest.mark.parametrize("more", [0, 1])
+def test_two_runs_have_no_interval(more):
+  """Every draw would be these two, and the interval of width zero.
+
+  Also if another scheme has more runs.
+  """
+  columns = [1, 10, 99], [3, 2, 1.5], ("s", "m", "l"), (0, 0, 0)
   runs = {
-    name: fit.Runs([1, 10], losses, ("s", "m"), (0, 0))
-    for name, losses in (("a", [3, 2]), ("b", [2.9, 1.9]))
+    "a": fit.Runs(*(column[: 2 + more] for column in columns)),
+    "b": fit.Runs([1, 10], [2.9, 1.9], ("s", "m"), (0, 0)),
   }
   fits = fit.fit_schemes(runs, np.random.default_rng(12), num_samples=20)
   advantage = compute_advantage(fits["a"], fits["b"], 10)
-  for found in (fits["a"].exponent(), advantage):
+  for found in (*(one.exponent() for one in fits.values()), advantage):
     assert found == (found.value, None, None)
 
 

@@ -145,7 +145,7 @@ def test_select():
     sweep.add(**overrides)
   names = [run.name[:7] for run in grid.select(sweep.runs, "^m-.*seed1")]
   assert names == ["m-seed1"]
-  with pytest.raises(ValueError, match=r"^pattern: got '\(', expected a reg"):
+  with pytest.raises(ValueError, match=r"^--only: got '\(', expected a reg"):
     grid.select(sweep.runs, "(")
   with pytest.raises(ValueError, match="^--only: got 'xl-', which matches no"):
     grid.select(sweep.runs, "xl-")
@@ -165,12 +165,18 @@ def test_load_gives_a_sweep_its_argument(tmp_path):
   path.write_text(CONFIG_FILE)
   assert len(grid.load(str(path))) == 12
   path.write_text(
-    CONFIG_FILE.replace("def sweep(add):", "def sweep(add, arg):").replace(
-      "range(3)", "range(3 if arg == 'size=m' else 1)"
-    )
+    CONFIG_FILE.replace("def sweep(add):", "def sweep(add, arg):")
+    .replace("range(3)", "range(3 if arg == 'more' else 1)")
+    .replace('residual="prenorm")', 'residual="prenorm", more=False)')
   )
   assert len(grid.load(str(path))) == 4
-  assert len(grid.load(f"{path}:size=m")) == 12
+  assert len(grid.load(f"{path}:more")) == 12
+  # An argument that every run replaces has no effect.
+  with pytest.raises(config.ConfigError, match="expected no size, which the"):
+    grid.load(f"{path}:more,size=m")
+  # The sweep may hand one on.
+  path.write_text(path.read_text().replace("(**over", "(more=True, **over"))
+  assert len(grid.load(f"{path}:more")) == 12
 
 
 def test_a_slug_names_everything_once():

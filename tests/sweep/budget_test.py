@@ -64,6 +64,14 @@ def test_runs_are_priced_by_their_plans(tmp_path):
   assert re.search(r"v5e-8 +18 of 36", text)
 
 
+def test_a_slice_has_one_price_under_both_of_its_names(tmp_path):
+  for size, name in (("64m", "v5e-8"), ("124m", "v5e:2x4")):
+    plans_file(tmp_path / size, (size,), (name,))
+  rows = [r for s in ("64m", "124m") for r in plans_lib.rows(tmp_path / s)]
+  (price,) = budget.prices(RUNS, rows)
+  assert price.slice_name == "v5e-8" and len(price.hours) == 18
+
+
 def test_runs_with_a_mesh_of_their_own_have_no_price(tmp_path):
   runs = grid.load(SPEC.replace(",planned", ""), TEXT)
   assert not prices(runs, plans_file(tmp_path / "p.csv"))
@@ -129,7 +137,7 @@ def test_a_launch_needs_plans_for_its_slice(tmp_path, capsys):
   line, second = capsys.readouterr().err.splitlines()
   assert "got 'v5e-8', expected" in second and "none has; 9 of 9" in second
   assert re.match(
-    "error: --set slice: got 'v3-8', expected a slice with plans of these runs:"
+    "error: --set: got 'v3-8', expected a slice with plans of these runs:"
     " v5e-8; 9 of 9 have none there, such as 64m-prenorm", line
   )  # fmt: skip
 

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command of a sweep: its errors, and its use of the compiler."""
 
+import os
+import types
+
+from jax.experimental import topologies
 import pytest
 
 from attnres_jax.common import csv_rows
@@ -42,7 +46,7 @@ def test_dry_run_leaves_nothing(main, tmp_path, capsys):
     (["--set=image"], "--set: got 'image', expected name=value"),
     (["--set=image=x"], "--set: got 'image', expected a setting of local"),
     (["--only=seed7"], "--only: got 'seed7'"),
-    (["--only=("], "pattern: got '('"),
+    (["--only=("], "--only: got '('"),
     (["status"], "expected the folder of a sweep"),
     (["collect"], "expected the folder of a sweep"),
   ],
@@ -115,3 +119,13 @@ def test_preflight_compiles_each_program_once(
   monkeypatch.setattr(preflight, "check", lambda *_: False)
   assert main("--preflight=v5e:4x4") == 1
   assert folder_lib.read(tmp_path / "sweep") == []
+
+
+def test_workers_inherit_nothing_from_a_preflight(monkeypatch):
+  """Else, they would take their TPU for another one."""
+  described = types.SimpleNamespace(devices=[])
+  monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: described)
+  for name in topology.ENVIRONMENT:
+    monkeypatch.delenv(name, raising=False)
+  assert preflight.check([], "v5e:4x4")
+  assert not topology.ENVIRONMENT.keys() & os.environ.keys()

@@ -323,6 +323,25 @@ def test_a_run_that_kills_its_worker_makes_way(sweep, monkeypatch):
   assert begun == [bad] * worker.MAX_TRIES + [good, bad]
 
 
+def test_a_worker_leaves_the_runs_of_other_launches(sweep, monkeypatch):
+  folder, _ = sweep
+  other, ours, _ = _names(folder)
+  for name in (other, ours):
+    (folder / name / state_lib.FILE).unlink()
+  begun = []
+
+  def work(folder, name):
+    begun.append(name)
+    state_lib.write(folder / name, state_lib.State(state_lib.DONE))
+    return exits.Exit.DONE
+
+  monkeypatch.setattr(worker, "work", work)
+  assert worker.work_all(folder, only="^seed1-") == exits.Exit.DONE
+  assert begun == [ours]
+  with pytest.raises(config_lib.ConfigError, match="a sweep with runs 'seed9'"):
+    worker.work_all(folder, only="seed9")
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_a_launch_gives_a_refused_run_to_any_worker(sweep, dry_run):
   """A person may have mended what was wrong."""

@@ -37,6 +37,7 @@ def test_nothing_measured_and_nothing_left():
   assert monitor.seconds_left(runs[0], runs) is None
   assert monitor.total_seconds_left(runs, 1) is None
   assert "? left with 1 at a time" in monitor.summary(runs, 1)
+  assert monitor.seconds_left(progress("a", "diverged"), runs) == 0.0
   done = [progress("a", "done", step=100, step_seconds=0.1)]
   assert monitor.total_seconds_left(done, 1) == 0.0
   assert monitor.summary(done, 1) == "1/1 done"
@@ -77,3 +78,16 @@ def test_runs_of_a_folder(tmp_path):
   table = monitor.table(monitor.of_folder(tmp_path / "sweep"))
   assert f"{first.name}: Error: cause" in table
   assert "5.5000" in table and "1 failed" in table
+
+
+def test_a_finished_run_without_a_row_of_training(tmp_path):
+  """It has fewer steps than `train.log_every`."""
+  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,))
+  (run,) = tiny_sweep.prepare(tmp_path / "sweep", source)
+  tiny_sweep.leave(tmp_path / "sweep", run)
+  file = tmp_path / "sweep" / run.name / "metrics.jsonl"
+  rows = file.read_text().splitlines(keepends=True)
+  file.write_text("".join(row for row in rows if '"train"' not in row))
+  for whole in (False, True):
+    (one,) = monitor.of_folder(tmp_path / "sweep", whole)
+    assert one.status == state_lib.DONE and (one.row is not None) == whole

@@ -174,6 +174,14 @@ def test_finished_run_is_left_alone(whole, run, fields):
   assert (run / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_finished_run_without_checkpoints_is_no_other_run(quick_run, quick):
+  shutil.rmtree(quick_run / "checkpoints")
+  summary = json.loads((quick_run / "summary.json").read_text())
+  assert tiny_run.train_here(quick_run, quick) == summary
+  with pytest.raises(config_lib.ConfigError, match="config.optim.peak_lr"):
+    tiny_run.train_here(quick_run, quick | {"optim.peak_lr": 0.5})
+
+
 # Each of these leaves a file that cannot be what it was.
 DAMAGE = {
   "empty": lambda file: file.write_text(""),
@@ -413,6 +421,10 @@ def test_steps_are_harmless_while_nothing_depends_on_them(
   data = dict.fromkeys(("train", "validation"), {"fingerprint": ""})
   found = run_folder.changes(epath.Path(tmp_path), longer, data)
   assert found == ({} if allowed else {"train.steps": (6, 7)})
+  # Of a longer run that stopped at step 6, the last step is not evaluated.
+  info["config"] = json.loads(config_lib.to_json(longer))
+  found = run_folder.changes(epath.Path(tmp_path), short, data)
+  assert found == {"train.steps": (7, 6)}
 
 
 def test_data_that_a_checkpoint_does_not_name_are_other_data(
@@ -532,6 +544,24 @@ def test_accumulation_and_segments_run(fields, tmp_path):
   summary = tiny_run.train_here(tmp_path, fields | more)
   assert summary["status"] == "finished"
   assert sorted(tiny_run.rows(tmp_path, "depth")) == [1, 2]
+
+
+def test_processes_say_their_step_before_they_compile(
+  quick_run, quick, monkeypatch
+):
+  """JAX stops all of them one step after it, if a signal comes meanwhile."""
+  said = []
+  ask = lambda self, step: said.append(step)
+  monkeypatch.setattr(loop.signals.StopSignal, "requested", ask)
+
+  def compile_step(*_):
+    raise RuntimeError("compiling")
+
+  monkeypatch.setattr(loop, "_compile", compile_step)
+  tiny_run.rewind(quick_run, 10)
+  with pytest.raises(RuntimeError, match="compiling"):
+    tiny_run.train_here(quick_run, quick)
+  assert said == [10]
 
 
 def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
+from attnres_jax.train import signals
 from tests import tiny_run
 
 _PROGRAM = """
@@ -74,6 +76,29 @@ def test_what_nohup_ignores_stays_ignored():
   process.send_signal(signal.SIGHUP)
   out, _ = process.communicate(timeout=20)
   assert process.returncode == 0 and out == "received None\n"
+
+
+@pytest.mark.parametrize("first", [0, 1, 300])
+@pytest.mark.parametrize("calls", [0, 1, 7])
+def test_several_processes_stop_wherever_a_run_begins(
+  monkeypatch, first, calls
+):
+  """A signal between two calls, or before all of them."""
+  told, agreed = [0], []
+
+  def reached(number):
+    # As XLA's PreemptionSyncManager: one number, and no other.
+    told.append(number)
+    return number in agreed
+
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+  name = "reached_preemption_sync_point"
+  monkeypatch.setattr(signals.multihost_utils, name, reached)
+  stop, steps = signals.StopSignal(), iter(range(first, first + 9))
+  assert not any(stop.requested(next(steps)) for _ in range(calls))
+  agreed.append(told[-1] + 1)
+  # A new process is told of 0 first, so it takes one step.
+  assert stop.requested(next(steps)) or stop.requested(next(steps))
 
 
 # Writes more than any buffer has, then says on another file that it has ended.

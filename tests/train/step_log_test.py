@@ -125,6 +125,15 @@ def test_times(make):
   assert "finite" not in first and "grad_norm_L" not in first
 
 
+def test_the_last_step_has_a_row(make):
+  log, sink = make(log_every=2, steps=3)
+  for step in range(1, 4):
+    log.add(step, _metrics(step))
+  log.drain()
+  assert [row["step"] for row in sink.rows] == [2, 3]
+  assert [row["step_seconds"] for row in sink.rows] == [2.0, 2.0]
+
+
 def test_pauses_do_not_count(make):
   log, sink = make()
   log.add(1, _metrics(1))

@@ -13,6 +13,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.train import train_state
 from tests import compare
+from tests import jaxprs
 from tests import tiny_network
 
 VOCAB = 17
@@ -297,9 +298,15 @@ def test_batch_without_targets_is_no_division_by_zero():
   assert all(np.isfinite(a).all() for a in jax.tree.leaves(state))
 
 
-def test_eval_step_sums_without_the_z_loss():
-  program = _program(WHOLE)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_eval_step_sums_without_the_z_loss(parts):
+  """One microbatch after another, as in a step."""
+  program = _program(_whole(accumulate_steps=parts))
   model, batch = program.init_state().model, _batch(documents=True)
+  made = jaxprs.arrays(jax.make_jaxpr(program.eval_step)(model, batch))
+  width = program.config.model.width
+  rows = {a.shape[0] for a in made if a.shape[1:] == (6, width)}
+  assert 8 // parts in rows and (8 in rows) == (parts == 1)
   found = program.eval_step(model, batch)
   assert set(found) == {"loss_sum", "tokens"}
   assert found["tokens"] == _weights(batch).sum()

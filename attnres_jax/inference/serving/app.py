@@ -153,8 +153,12 @@ class App:
     self._check_model(asked.model)
     if (asked.logprobs or 0) > self._num_top:
       raise api.refuse("logprobs", asked.logprobs, f"0 to {self._num_top}")
-    most = self.service.most_of_one // asked.n
-    prompts = await self._prompts(asked.prompt, most, asked.parse_special)
+    most = self.service.most_of_one
+    if asked.n > most:
+      raise api.refuse("n", asked.n, f"1 to {most}")
+    prompts = await self._prompts(
+      asked.prompt, most // asked.n, asked.parse_special
+    )
     answer = replies.Answer(asked, prompts, self._label, self._name)
     job = self.service.submit(
       asked.requests(prompts, self._format.end_ids), asked.stops

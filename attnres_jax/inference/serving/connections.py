@@ -36,6 +36,8 @@ def protocol(max_connections: int, idle_seconds: float) -> type:
 
     def connection_made(self, transport: Any) -> None:
       super().connection_made(transport)
+      # uvicorn's own, of five seconds, is after an answer.
+      self.timeout_keep_alive = idle_seconds  # pyrefly: ignore
       self._received, self._turn = bytearray(), None
       self._deadline = self.loop.time() + idle_seconds
       self._watcher = self.loop.call_later(idle_seconds, self._watch)

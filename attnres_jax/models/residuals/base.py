@@ -135,8 +135,8 @@ class Residual(nnx.Module):
       without, it is the identity.
     final_norm: whether there is a norm between the readout and the head.
     qkv_norm: whether mixers have the norms of `model.qkv_norm` in any case.
-    rounds_streams: whether `config.residual.stream_dtype` may be bfloat16.
-    gated: whether there is a `config.residual.gate`.
+    takes: which of `rank`, `streams`, `stream_dtype` and `gate` of
+      `config.residual` it has; the others have to keep their defaults.
   """
 
   style = Style()
@@ -153,12 +153,12 @@ class Residual(nnx.Module):
   pre_norm = True
   final_norm = True
   qkv_norm = False
-  rounds_streams = False
-  gated = False
+  takes: tuple[str, ...] = ()
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     """For the schemes that draw parameters at random, `rngs`."""
-    fields = {"stream_dtype": self.rounds_streams, "gate": self.gated}
+    fields = dict.fromkeys(("rank", "streams", "stream_dtype", "gate"), False)
+    fields |= dict.fromkeys(self.takes, True)
     for field in dataclasses.fields(config_lib.DepthReadConfig):
       fields[f"read.{field.name}"] = self.reads_depth
     own, default = config.residual, config_lib.ResidualConfig()
@@ -204,7 +204,11 @@ class Residual(nnx.Module):
 
     By default, the norm of `input`, and the carry itself.
     """
-    return normed(self.input(carry, slot), norm), carry
+    return self.normed(carry, self.input(carry, slot), norm), carry
+
+  def normed(self, carry: Any, h: Any, norm: Norm) -> Any:
+    """norm(h) of any h_BTD, such as an edited one, that a sublayer reads."""
+    return normed(h, norm)
 
   def input(self, carry: Any, slot: Any) -> jax.Array | QKV:
     """h_BTD, if the scheme leaves its norm to `read`."""

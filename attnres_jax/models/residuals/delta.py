@@ -66,7 +66,7 @@ class Stream(depth_read.DepthAttention):
 
   attends_last = False
   can_sum = False
-  gated = True
+  takes = ("gate",)
   # What `model.residual.gate="own"` stands for.
   own_gate = "one"
 

@@ -68,6 +68,7 @@ class GatedResidual(base.Residual):
 
   style = base.Style("Gated Residual", "#1f9bcf", "P")
   certainty = base.Certainty.CODE
+  takes = ("rank", "streams")
   pre_norm = False
   final_norm = False
 

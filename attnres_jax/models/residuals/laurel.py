@@ -59,6 +59,7 @@ class LaurelLR(prenorm.Stream):
   """
 
   style = base.Style("LAuReL-LR", "#5f9e3f", "s")
+  takes = ("rank",)
   certainty = base.Certainty.SUMMARY
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

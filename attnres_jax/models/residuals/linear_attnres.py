@@ -51,6 +51,7 @@ class LinearAttnRes(base.Residual):
 
   style = base.Style("Linear AttnRes", "#d1478f", "<", (0, (1, 1.5)))
   certainty = base.Certainty.OURS
+  takes = ("streams",)
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -133,16 +133,17 @@ class Mudd(over_blocks.OverBlocks):
     gains = self.key_gain[row], self.value_gain[row]
     return Carry(stream_BTD, (reads, *gains)), None
 
-  def read(
-    self, carry: Carry, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array | base.QKV, Carry]:
+  def input(self, carry: Carry, slot: Any) -> Any:
     if carry.mixer is None:
-      return base.normed(carry.stream_BTD.astype(self.dtype), norm), carry
-    inputs, *gains = carry.mixer
-    if isinstance(norm, norm_lib.Identity):
-      return inputs, carry
-    key_BTD, value_BTD = map(self._normed, inputs[1:], gains)
-    return base.QKV(norm(inputs.query), key_BTD, value_BTD), carry
+      return carry.stream_BTD.astype(self.dtype)
+    return carry.mixer[0]
+
+  def normed(self, carry: Carry, h: Any, norm: base.Norm) -> Any:
+    if carry.mixer is None or isinstance(norm, norm_lib.Identity):
+      return super().normed(carry, h, norm)
+    query_BTD, *others = base.qkv(h)
+    key_BTD, value_BTD = map(self._normed, others, carry.mixer[1:])
+    return base.QKV(norm(query_BTD), key_BTD, value_BTD)
 
   def write(self, carry: Carry, slot: Any, y_BTD: jax.Array) -> Carry:
     return Carry(base.save(carry.stream_BTD + precision.widen(y_BTD)), None)

@@ -55,6 +55,7 @@ class MultiGate(base.Residual):
   """
 
   style = base.Style("Multi-Gate", "#4d7c0f", "8")
+  takes = ("streams",)
   certainty = base.Certainty.SUMMARY
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

@@ -78,7 +78,7 @@ class Streams(base.Residual):
   """
 
   mean = False
-  rounds_streams = True
+  takes = ("streams", "stream_dtype")
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -74,7 +74,7 @@ class XHC(streams_lib.Streams):
 
   style = base.Style("xHC", "#a21caf", "*")
   certainty = base.Certainty.SUMMARY
-  rounds_streams = False
+  takes = ("streams",)
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -40,11 +40,13 @@ class Options:
     max_parallel: runs at a time.
     dry_run: print what would be started, exactly, and start nothing.
     settings: of this launcher; its `SETTINGS` are the names.
+    only: expression for the names of runs, for workers that choose runs.
   """
 
   max_parallel: int = 1
   dry_run: bool = False
   settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  only: str = ""
 
 
 def load(name: str, options: Options) -> Any:

@@ -7,7 +7,8 @@ This launcher only writes manifests to a folder, from jobset.yaml;
 
 submits them to a cluster (Google Kubernetes Engine with TPU node pools, and the
 controllers of JobSet and Kueue). The runs do not need this machine any more,
-and applying the same folder again changes nothing.
+and applying the same folder again changes nothing: a JobSet that has failed has
+to be deleted before its run can begin again.
 
 A JobSet (jobset.x-k8s.io/v1alpha2) is one indexed Job per slice and one pod per
 host. All of them run `worker.command`. When a pod ends with an error, is
@@ -55,7 +56,7 @@ SETTINGS = {
   "quota": Setting(
     "chips that the sweep may use (by default for max_parallel runs)", kind=int
   ),
-  "queue": Setting("LocalQueue of Kueue, created by the manifests", "attnres"),
+  "queue": Setting("LocalQueue of Kueue (default: one per kind of slice)"),
   "namespace": Setting("namespace of Kubernetes", "default"),
   "service_account": Setting(
     "service account of Kubernetes with access to the bucket", "default"
@@ -115,7 +116,7 @@ def launch(
 
 def parse(options: launchers.Options) -> types.SimpleNamespace:
   """The settings of a launch, with `tpu` (the slice), `hosts` of one slice, and
-  `node_labels` of the node pools that a run may use.
+  `flavor` and `node_labels` of the node pools that a run may use.
   """
   found = settings_lib.read(SETTINGS, options.settings)
   found.tpu = slices.parse("slice", found.slice, "gke_accelerator")
@@ -131,6 +132,9 @@ def parse(options: launchers.Options) -> types.SimpleNamespace:
     )
   found.quota = found.quota or chips * found.slices * options.max_parallel
   found.hosts = chips // found.chips_per_host
+  found.flavor = f"{found.tpu.kind}-{found.tpu.shape}"
+  # Sweeps on other slices of a cluster keep their queue.
+  found.queue = found.queue or f"attnres-{found.flavor}"
   found.node_labels = {
     "cloud.google.com/gke-tpu-accelerator": found.tpu.gke_accelerator,
     "cloud.google.com/gke-tpu-topology": found.tpu.shape,
@@ -168,9 +172,7 @@ def job_set(
 
 def queue(settings: types.SimpleNamespace) -> list[Manifest]:
   """The configuration of Kueue: kind of nodes, quota, and a queue for them."""
-  flavor = f"{settings.tpu.kind}-{settings.tpu.shape}"
-  kinds = "ResourceFlavor|ClusterQueue|LocalQueue"
-  return _filled(kinds, settings, flavor=flavor)
+  return _filled("ResourceFlavor|ClusterQueue|LocalQueue", settings)
 
 
 def name_of(

@@ -49,7 +49,7 @@ def launch(
   launchers.check_bucket(folder, "slices")
   settings = settings_lib.read(SETTINGS, options.settings)
   todo = launchers.todo(runs, folder, options)
-  text = yaml.safe_dump(task(folder, settings), sort_keys=False)
+  text = yaml.safe_dump(task(folder, settings, options.only), sort_keys=False)
   if options.dry_run:
     print(text, end="")
   else:
@@ -64,7 +64,7 @@ def launch(
 
 
 def task(
-  folder: epath.PathLike, settings: types.SimpleNamespace
+  folder: epath.PathLike, settings: types.SimpleNamespace, only: str
 ) -> dict[str, Any]:
   """The task of one slice, as SkyPilot reads it."""
   tpu = slices.parse("slice", settings.slice)
@@ -84,5 +84,5 @@ def task(
     "name": settings.name,
     "resources": resources,
     "setup": settings.install or tpu_vm.install(folder),
-    "run": tpu_vm.worker_on(folder, tpu),
+    "run": tpu_vm.worker_on(folder, tpu, only),
   }

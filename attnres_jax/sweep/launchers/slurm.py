@@ -109,7 +109,8 @@ def script(
   words = [shlex.quote(word) for word in command]
   words[command.index("--run=RUN")] = '--run="${runs[$SLURM_ARRAY_TASK_ID]}"'
   lines += [
-    f"srun --kill-on-bad-exit=1 {' '.join(words)}",
+    # It would end processes that have saved, and the signal hide their status.
+    f"srun --kill-on-bad-exit=0 {' '.join(words)}",
     "status=$?",
     f"again=$([ $status = {int(exits.Exit.STOPPED)} ] && echo yes)",
     # srun says 128 and more of signals, which also end the processes of a run

@@ -57,9 +57,10 @@ def launch(
 
 
 def parse(options: launchers.Options) -> types.SimpleNamespace:
-  """The settings of a launch, with `tpu`, the slice."""
+  """The settings of a launch, with `tpu`, the slice, and `only`."""
   found = settings_lib.read(SETTINGS, options.settings)
   found.tpu = slices.parse("slice", found.slice)
+  found.only = options.only
   return found
 
 
@@ -91,7 +92,7 @@ def commands(
       f"{ssh} --command={_quoted(settings.install or install(folder))}"
     ),
     "Start a worker on all hosts; it outlives the connection.": (
-      f"{ssh} --command={_quoted(script(folder, tpu))}"
+      f"{ssh} --command={_quoted(script(folder, tpu, settings.only))}"
     ),
     "Watch, from anywhere.": shlex.join(watch),
     "Delete the slice; it costs money until then.": shlex.join(delete),
@@ -111,7 +112,7 @@ def install(folder: epath.PathLike) -> str:
   )
 
 
-def script(folder: epath.PathLike, tpu: slices.Slice) -> str:
+def script(folder: epath.PathLike, tpu: slices.Slice, only: str) -> str:
   """A shell command for each host: workers until there is nothing to do.
 
   Statuses 1 and 4 start a worker again, the others do not.
@@ -120,15 +121,16 @@ def script(folder: epath.PathLike, tpu: slices.Slice) -> str:
   over = [str(int(one)) for one in exits.Exit if one not in again]
   # A shell says 126 or 127 of a command that it cannot run.
   over = "|".join([*over, "126", "127"])
-  start = worker_on(folder, tpu)
+  start = worker_on(folder, tpu, only)
   loop = f"while :; do {start}; case $? in {over}) break;; esac; sleep 10; done"
   return f"nohup sh -c {shlex.quote(loop)} >{LOG} 2>&1 </dev/null &"
 
 
-def worker_on(folder: epath.PathLike, tpu: slices.Slice) -> str:
-  """The command of each host, for all runs of a sweep."""
+def worker_on(folder: epath.PathLike, tpu: slices.Slice, only: str) -> str:
+  """The command of each host, for all runs of a sweep that match `only`."""
   flags = ["--distributed"] if tpu.hosts > 1 else []
   flags.append(f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}")
+  flags += [f"--only={only}"] if only else []
   return shlex.join(worker.command(folder, "", *flags, python=PYTHON))
 
 

@@ -71,6 +71,24 @@ def test_the_command_compiles(what, tmp_path):
   assert len({tuple(row["GB"] for row in own) for own in rows}) == 1
 
 
+def test_the_least_of_decoding_is_its_own_cache():
+  """One layer of four keeps 512 + 64 numbers of a token."""
+  least = [
+    compiled._least(compiled.Case("decode", "v5e", "48b", "prenorm", 1, tokens))
+    for tokens in (1, 32_769)
+  ]
+  first, last = (float(one["least_GB"]) for one in least)
+  assert last - first == pytest.approx(32_768 * 576 * 2 / 1e9, abs=2e-4)
+
+
+def test_blocks_of_a_prompt_on_one_chip():
+  """As many as on each of eight chips with eight times the tokens."""
+  case = compiled.Case(
+    "prefill", "v5p", "paper", "block_attnres", 1, 16_384, length=131_072
+  )
+  assert compiled._least(case) == {"blocks_GB": "1.879"}
+
+
 @pytest.mark.slow
 @pytest.mark.needs("libtpu")
 def test_the_command_compiles_experts(tmp_path):

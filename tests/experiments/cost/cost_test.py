@@ -70,6 +70,10 @@ def test_texts_of_the_documents(tmp_path):
   sentence = report.sentence(rows)
   assert "Block AttnRes takes 1.20 (1.10 to 1.30) times" in sentence
   assert "AttnRes takes 2.40 (2.20 to 2.60) times" in sentence
+  # Of its usual sizes, which were first.
+  assert sentence == report.sentence(
+    [*rows, *(r | {"batch": "4"} for r in rows)]
+  )
 
 
 def test_a_row_replaces_that_of_the_same_sizes(tmp_path):
@@ -109,7 +113,9 @@ def test_compiled_programs():
   assert order[0] == ["8", "PreNorm"] and order[2] == ["64", "PreNorm"]
   assert "Full AttnRes |  | 1.0 |  | does not fit" in text
   ranges = "| decode | v5e | Block AttnRes | 1.005 to 1.010 | 1.000 to 1.050 |"
-  assert f"{ranges} 2.0% |" in report.latency(COMPILED)
+  # A row without a baseline, such as of one arm alone, is in no range.
+  alone = _compiled("block_attnres", 2, 1.01, 9.9, 9.0)
+  assert f"{ranges} 2.0% |" in report.latency([*COMPILED, alone])
 
 
 def test_experts_over_what_they_need():
@@ -157,13 +163,15 @@ def test_the_command_times_programs(tmp_path, capsys):
   assert {row["arm"] for row in rows} == {"prenorm", "block_attnres heads=2"}
   assert all(row["commit"] and row["hardware"] for row in rows)
   for bad, words in (
-    (["step", "--networks=x"], "--networks: got 'x'"),
+    (["step", "--networks=x"], "error: --networks: got 'x'"),
     (["decode", "--chips=v5e", "--bytes_only"], "--bytes_only: got True"),
     (["step", "--chips=v5e", "--cached=8"], "--cached: got 8"),
     (["step", "--arms=prenorm x=1", "--networks=tiny"], "no option x"),
     (["identity"], "what: got 'identity'"),
     (["step", "--bytes_only"], "--bytes_only: has no effect without --chips"),
     (["step", "--tokens=0"], "--tokens: got"),
+    (["step", "--arms=block_attnres"], "--arms: got 'block_attnres'"),
+    (["prefill", "--chips=v5e", "--batch=8"], "--batch: got 8"),
   ):
     try:
       status = run.main([*bad, f"--out={out}"])

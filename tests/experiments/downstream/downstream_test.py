@@ -27,6 +27,7 @@ def _scores(folder, name, results, groups=None):
     "results": results,
     "groups": groups or {},
     "n-samples": {task: {"effective": 7} for task in results},
+    "run": {"name": "lm", "step": 5},
   }
   folder.mkdir(exist_ok=True)
   run.file_of(folder, one).write_text(json.dumps(found))
@@ -52,6 +53,13 @@ def test_the_table_has_scores_of_tasks_groups_and_parts(tmp_path):
   _scores(folder, "GSM8K", {"gsm8k": {"acc,none": 1.0}})
   with pytest.raises(config_lib.ConfigError, match="gsm8k.json: got 'exact_m"):
     run.table([str(folder)])
+
+
+def test_a_finished_benchmark_says_of_which_network(tmp_path, capsys):
+  _scores(tmp_path, "MMLU", {"mmlu": {"acc,none": 0.3}})
+  flags = [f"--workdir={tmp_path}", f"--out={tmp_path}", "--only=MMLU"]
+  assert run.main(flags) == 0
+  assert "MMLU: done (lm, step 5)" in capsys.readouterr().out
 
 
 def test_unknown_benchmarks_are_refused(tmp_path, capsys):

@@ -12,6 +12,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
 from attnres_kernels import problems
+from attnres_kernels.stream_mix import shapes as stream_shapes
 from experiments.first_hour import measure
 from experiments.first_hour import run
 from experiments.first_hour import timing
@@ -61,11 +62,25 @@ def test_the_task_at_which_a_process_died_has_failed(monkeypatch, tmp_path):
 
   with pytest.raises(KeyboardInterrupt):
     go(monkeypatch, tmp_path, {"a": one(), "b": dies, "c": one()})
+  # With and without a later task.
+  rows = go(monkeypatch, tmp_path, {"a": one(), "b": one()})
+  assert rows["b"]["status"] == measure.FAILED
   rows = go(monkeypatch, tmp_path, {"a": one(), "b": one(), "c": one()})
   assert [rows[name]["status"] for name in "abc"] == [
     measure.OK, measure.FAILED, measure.OK,
   ]  # fmt: skip
   assert "ended" in rows["b"]["reason"]
+
+
+def test_the_task_at_the_end_of_the_time_has_not_failed(tmp_path, capsys):
+  rows = [
+    measure.row(task, status=status) | {"task": task}
+    for task, status in (("a", measure.OK), ("b", measure.BEGUN))
+  ]
+  csv_rows.write(tmp_path / "rows.csv", rows)
+  run._hour(tmp_path, run.make_parser().parse_args([]), end=0.0)
+  assert "to continue\n1 rows, 0 failed" in capsys.readouterr().out
+  assert [row["task"] for row in csv_rows.read(tmp_path / "rows.csv")] == ["a"]
 
 
 @pytest.mark.parametrize("name", measure.SAME)
@@ -92,6 +107,28 @@ def test_loops_repeat_a_function():
   assert list(found(3, x, y)["sum"]) == [1, 2, 3]
   assert list(found(0, x, y)["x"]) == [0, 0, 0]
   assert timing.least_bytes(lambda x, y: x + y, (x, y)) == 12 + 4 + 12
+
+
+def test_operators_are_timed_as_the_estimates_count_them(monkeypatch):
+  """Gradients with their forward pass, and a sublayer's output in bfloat16."""
+  timed = []
+
+  def of_calls(function, arrays, rounds):
+    timed.append((jax.eval_shape(function, *arrays), arrays))
+    return timing.Seconds(1.0, 1.0, 1.0)
+
+  monkeypatch.setattr(timing, "of_calls", of_calls)
+  monkeypatch.setattr(timing, "bandwidth", lambda: (1.0, "published"))
+  streams = stream_shapes.Shape("tiny", "float32", 8, 16, 2, 8)
+  for name, way, shape in (
+    ("rms_norm", "backward", problems.OPERATORS["rms_norm"].short),
+    ("stream_mix", "forward", streams),
+  ):
+    list(measure.time_operator(name, way, shape, "xla", True))
+  (results, _), (_, arrays) = timed
+  # Without the value, a compiler would leave out the forward pass.
+  assert results.keys() == {"result 0", "dx", "dgain"}
+  assert [x.dtype for x in arrays[:3]] == ["float32", "float32", "bfloat16"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

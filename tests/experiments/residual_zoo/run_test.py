@@ -6,7 +6,12 @@ import dataclasses
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
 from experiments.residual_zoo import run
+from experiments.residual_zoo import train
+from tests.sweep import tiny_sweep
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +47,12 @@ def test_numbers_of_known_schemes(rows):
   # Its products mix channels, so that it has no rank.
   assert (delta["rank"], delta["starts_as_prenorm"]) == ("", "False")
   assert delta["norms"] != delta["matrix"]
+
+
+def test_the_report_of_a_sweep_has_differences_from_prenorm(tmp_path):
+  spec = "experiments/residual_zoo/config.py:scale=demo,seeds=1"
+  runs = grid.select(grid.load(spec), "^(prenorm|postnorm)-seed")
+  for one in folder_lib.prepare(tmp_path, runs, spec):
+    tiny_sweep.leave(tmp_path, one, 1.5 if "prenorm" in one.name else 1.4)
+  page = train.EXPERIMENT.render(tmp_path, monitor.of_folder(tmp_path))
+  assert "\N{MINUS SIGN}0.1000" in page

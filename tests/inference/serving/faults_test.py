@@ -200,6 +200,7 @@ def test_a_forced_exit_ends_the_engine(start):
     (dict(top_k=2**31), 400, "top_k"),
     (dict(seed=-1), 400, "seed"),
     (dict(n=1000), 400, "n"),
+    (dict(n=100), 400, "n"),
     (dict(logprobs=4), 400, "logprobs"),
     (dict(stream=True, stream_options=dict(a=1)), 400, "stream_options"),
     (dict(stop=["a"] * 17), 400, "stop"),

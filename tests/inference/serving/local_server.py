@@ -80,6 +80,7 @@ class Server:
         log_level="warning",
         ws="none",
         http=connections_lib.protocol(connections, idle_seconds),
+        timeout_keep_alive=0,  # `idle_seconds` replaces it.
         timeout_graceful_shutdown=5,
       )
     )

@@ -78,6 +78,15 @@ def test_bytes_do_not_prolong_a_header(strict):
       assert time.monotonic() - begin < 5 * IDLE
 
 
+def test_a_connection_waits_for_its_next_request(strict):
+  address = "127.0.0.1", strict.port
+  with contextlib.closing(http.client.HTTPConnection(*address)) as connection:
+    for _ in range(2):
+      connection.request("GET", "/health")
+      assert connection.getresponse().read()
+      time.sleep(IDLE / 2)
+
+
 def test_connections_have_a_limit(strict):
   address = "127.0.0.1", strict.port
   with contextlib.ExitStack() as stack:

@@ -178,7 +178,11 @@ def test_another_null_source_is_refused():
 
 
 def test_a_gate_and_a_loop_that_a_scheme_lacks_are_refused():
-  with pytest.raises(config_lib.ConfigError, match="gate: got .zero., .*'own'"):
-    _network("block_attnres", gate="zero")
+  for field, value, own in (
+    ("gate", "zero", "'own'"), ("rank", 32, "0 with"), ("streams", 2, "4 with"),
+  ):  # fmt: skip
+    message = f"residual.{field}: got {value!r}, expected {own}"
+    with pytest.raises(config_lib.ConfigError, match=message):
+      _network("block_attnres", **{field: value})
   with pytest.raises(config_lib.ConfigError, match="depth_loop.*DeltaAttnRes"):
     _network("delta_attnres", num_layers=8, depth_loop="scan")(TOKENS)

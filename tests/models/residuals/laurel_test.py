@@ -50,5 +50,6 @@ def _previous_activations(sublayers, p, h):
   ],
 )
 def test_is_its_definition(name, definition):
+  fields = {} if name == "laurel_rw" else dict(rank=3)
   # More sublayers than LAuReL-PA looks back.
-  trunks.check(name, definition, 7, rank=3)
+  trunks.check(name, definition, 7, **fields)

@@ -94,6 +94,9 @@ def test_the_parts_of_the_queue_name_each_other():
   manifest, _ = rendered("run-0", queue="research")
   labels = manifest["metadata"]["labels"]
   assert labels["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
+  # Manifests of another slice do not replace the queue of the first.
+  queues = {jobset.parse(options(slice=s)).queue for s in ("v6e-16", "v5p-32")}
+  assert len(queues) == 2
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,12 @@ def test_a_job_per_slice_and_at_most_max_parallel(capsys):
     launch(capsys, folder="runs/here")
 
 
+def test_workers_take_the_runs_of_the_launch(capsys):
+  options = launchers.Options(1, True, {"slice": "v6e-16"}, only="^a")
+  assert skypilot.launch([grid.Run("a", {}, {})], FOLDER, options) == 0
+  assert "--only=^a" in capsys.readouterr().out
+
+
 @pytest.mark.needs("skypilot")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(

@@ -81,6 +81,16 @@ def test_it_prints_without_a_network_or_a_bucket(capsys):
     tpu_vm.launch(runs, "runs/here", options)
 
 
+def test_workers_take_the_runs_of_the_launch():
+  given = {"slice": "v6e-8", "zone": "z"}
+  options = launchers.Options(settings=given, only="^(64m|124m)-")
+  _, _, start, *_ = tpu_vm.commands(FOLDER, tpu_vm.parse(options)).values()
+  (remote,) = [x for x in shlex.split(start) if x.startswith("--command=")]
+  loop = shlex.split(remote.removeprefix("--command="))[3]
+  worker = loop.removeprefix("while :; do ").partition("; case")[0]
+  assert "--only=^(64m|124m)-" in shlex.split(worker)
+
+
 # Does on this machine what `ssh` would do on the hosts of a slice.
 GCLOUD = """#!/bin/sh
 for one; do case $one in --command=*) sh -c "${one#--command=}";; esac; done
