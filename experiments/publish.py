@@ -6,7 +6,7 @@ r"""Fills in the README of an experiment and draws its figures, from its rows.
 
 The first command copies the rows of a finished sweep (its folder, or a file of
 rows) to experiments/scaling_law/results.csv; --to selects another file, such as
---to=learning_rates, and --add keeps the rows of other runs that are there.
+--to=learning_rates, and --add keeps the rows of other runs of the same text.
 `PUBLISHED` in the run.py of the experiment says how the rows are used. A test
 keeps documents and rows consistent.
 """
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     "--add",
     action="store_true",
     when="adopt",
-    help="keep committed rows of other runs",
+    help="keep committed rows of other runs of the same text",
   )
   add("--to", default="results", when="adopt", help="name of the file of rows")
   options = parser.parse_args(argv)
@@ -90,7 +90,9 @@ def _main(options: argparse.Namespace) -> None:
     path = published.folder / f"{options.to}.csv"
     adopted = _adopted(options.adopt)
     names = {row.get("run") for row in adopted}  # Others have no such column.
+    texts = {row.get("data") for row in adopted}
     known = published.read(options.to) if options.add else []
+    known = [row for row in known if row.get("data") in texts]
     kept = [row for row in known if row["run"] not in names]
     csv_rows.write(path, [*kept, *adopted])
   publish(published)

@@ -113,10 +113,10 @@ import sys
 import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from attnres_jax.sweep import worker
-print(worker._all_come("both"))
+print(worker.all_come("both"))
 worker._BARRIER_SECONDS = 1.0
 if sys.argv[2] == "0":
-  print(worker._all_come("one"))
+  print(worker.all_come("one"))
 """
 
 

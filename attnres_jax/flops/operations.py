@@ -62,7 +62,7 @@ class FlopsPerToken:
 def flops_per_token(
   model: config_lib.ModelConfig, sequence_length: int
 ) -> FlopsPerToken:
-  """Forward FLOPs per token at this length; `model.vocab_size` must be set."""
+  """Forward FLOPs per token at this length; no head without a vocabulary."""
   parts = dict.fromkeys(("projections", "attention", "recurrence", "mlp"), 0.0)
   for i, of_sublayer in enumerate(_of_sublayers(model, sequence_length)):
     # Mixers and MLPs alternate.
@@ -117,7 +117,9 @@ def _with_memory(
   model: config_lib.ModelConfig, length: int
 ) -> list[dict[linear.Part, float]]:
   """The same if what a sublayer computes depends on those before it."""
-  network = jax.eval_shape(lambda: models.build_model(model))
+  # Cores do not depend on a vocabulary that only files know.
+  known = dataclasses.replace(model, vocab_size=model.vocab_size or 1)
+  network = jax.eval_shape(lambda: models.build_model(known))
   memory, found = network.depth_memory, []
   x_BTD = jax.ShapeDtypeStruct((1, length, model.width), model.dtype)
   state = memory.init()

@@ -27,7 +27,7 @@ The room exceeds its budget of 600 lines by `groups`: an upcycled network may
 freeze its trained parameters, or train its new ones at other rates.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -173,12 +173,15 @@ def groups_of(params: Any) -> Any:
   )
 
 
-def trained(tree: Any) -> Any:
+def trained(tree: Any, freeze: Sequence[str] = ()) -> Any:
   """The tree (of parameters or gradients) without what no gradient trains."""
   only = _has_adapters(tree)
-  return sharding.map_parameters(
-    lambda p: None if p.load or (only and not p.adapter) else p.value, tree
-  )
+
+  def one(p: sharding.Parameter) -> Any:
+    fixed = p.load or (only and not p.adapter) or groups.matches(freeze, p.name)
+    return None if fixed else p.value
+
+  return sharding.map_parameters(one, tree)
 
 
 def _has_adapters(tree: Any) -> bool:

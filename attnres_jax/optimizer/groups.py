@@ -56,7 +56,7 @@ def factors_of(params: Any, config: config_lib.OptimConfig) -> Any:
   rates = [one.rpartition("=") for one in config.rates]
 
   def factor(parameter: sharding.Parameter) -> float:
-    if _matches(config.freeze, parameter.name):
+    if matches(config.freeze, parameter.name):
       return 0.0
     for pattern, _, value in rates:
       if re.search(pattern, parameter.name):
@@ -75,7 +75,8 @@ def _times(factor: float, update: jax.Array) -> jax.Array:
   return factor * update if factor else jnp.zeros_like(update)
 
 
-def _matches(patterns: Sequence[str], name: str) -> bool:
+def matches(patterns: Sequence[str], name: str) -> bool:
+  """Whether one of the patterns is found in the name of a parameter."""
   return any(re.search(pattern, name) for pattern in patterns)
 
 
@@ -92,7 +93,7 @@ def _check(params: Any, config: config_lib.OptimConfig) -> None:
           pattern,
           f"a pattern found in a parameter's name, which begin with {listed}",
         )
-  if names and all(_matches(config.freeze, name) for name in names):
+  if names and all(matches(config.freeze, name) for name in names):
     config_lib.fail(
       "optim.freeze", config.freeze, "to leave something to train"
     )

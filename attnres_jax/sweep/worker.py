@@ -165,7 +165,7 @@ def work_all(
     print(f"worker: {name}: {result.name.lower()}", flush=True)
     if result == Exit.STOPPED:
       return result
-    refused = result == Exit.NEVER and not _all_come(f"{name} {tries[name]}")
+    refused = result == Exit.NEVER and not all_come(f"{name} {tries[name]}")
     if jax.process_count() > 1 and (refused or result == Exit.AGAIN):
       # Another process may be gone, or wait for this one, whose input alone
       # was refused; all start again together.
@@ -276,7 +276,7 @@ def _choose(
   return _WAIT if held and not late else _NONE_LEFT
 
 
-def _all_come(place: str) -> bool:
+def all_come(place: str) -> bool:
   """Whether all processes call this within a minute."""
   wait = multihost.get_barrier_sync_fn()
   try:

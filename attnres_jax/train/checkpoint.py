@@ -58,8 +58,9 @@ _PARTS = "model", "training"
 Shapes = dict[str, tuple[int, ...]]
 # A store that fails for a moment must not cost a good checkpoint.
 _REMOTE_PAUSES = 10.0, 60.0
-# Of a save with its checksums, which the first process reads back: those of the
-# 48B network's 600 GB would not fit into Orbax's 20 minutes.
+# Of a save with its checksums, which the first process reads back: the 48B
+# network's 600 GB. If a save fails in one process, that and the others wait for
+# each other so long.
 _SAVE_SECONDS = 4 * 3600
 # Of Orbax's older interface: it lists steps without reading their metadata.
 _NAMES = orbax.checkpoint.path.step.standard_name_format()
@@ -120,7 +121,10 @@ class Saver:
   """
 
   def __init__(
-    self, workdir: epath.PathLike, config: config_lib.CheckpointConfig
+    self,
+    workdir: epath.PathLike,
+    config: config_lib.CheckpointConfig,
+    seconds: int = _SAVE_SECONDS,
   ):
     keep = ocp.training.preservation_policies
     policies: list[Any] = [keep.LatestN(config.keep_last)]
@@ -136,7 +140,7 @@ class Saver:
     # and before the checkpoint gets its name. (It copies a bound method, with
     # all that it is bound to.)
     options = ocp.options.AsyncOptions(
-      timeout_secs=_SAVE_SECONDS,
+      timeout_secs=seconds,
       post_finalization_callback=lambda: self._write_checksums(),
     )
     with _quiet():
@@ -268,7 +272,7 @@ def restore_latest(
       except Exception as error:
         cause = _one_line(error)
       gc.collect()
-    if _all_processes_agree(result is not None) and result is not None:
+    if all_processes_agree(result is not None) and result is not None:
       flat, info, verified = result
       unreadable.pop(step, None)  # An earlier attempt failed.
       unreadable |= _undescribed(workdir, steps[: steps.index(step)])
@@ -589,7 +593,8 @@ def _agreed_steps(workdir: epath.PathLike) -> list[int]:
   return [int(step) for step in padded if step >= 0]
 
 
-def _all_processes_agree(ok: bool) -> bool:
+def all_processes_agree(ok: bool) -> bool:
+  """Whether it is true on all processes, which call this together."""
   if jax.process_count() == 1:
     return ok
   return bool(multihost_utils.process_allgather(np.array(ok)).all())

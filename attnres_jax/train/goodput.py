@@ -24,7 +24,7 @@ class Goodput:
       restoring.
     compile: of all programs.
     step: in steps that count, without waiting for data.
-    data_wait: waiting for the next batch, not overlapped with other work.
+    data_wait: of the host for the next batch, also while the device computes.
     checkpoint_wait: training blocked by a save.
     evaluation: on the validation split, and for depth rows.
     lost: steps and evaluations lost to a kill.

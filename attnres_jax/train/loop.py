@@ -115,6 +115,10 @@ def train_and_evaluate(
       run_folder.refuse_other_text(config, descriptions, *text_of)
     run_folder.refuse_foreign("--workdir", workdir)
     held = stack.enter_context(claims.held(workdir, claim))
+    text = str(run_folder.fingerprints(descriptions))
+    if not checkpoint.all_processes_agree(claims.of_process_0(text) == text):
+      where = config.data.path or list(config.data.paths)
+      config_lib.fail("data.path", where, "the same text on all hosts")
     changes = run_folder.changes(workdir, config, descriptions)
     if changes and not resume_with_changed_config:
       raise config_lib.ConfigError(run_folder.refusal(workdir, changes))
@@ -179,7 +183,9 @@ def train_and_evaluate(
       "config": config_lib.to_dict(config),
       "fingerprints": run_folder.fingerprints(descriptions),
     }
-    saves = stack.enter_context(_Saves(workdir, config, info, writer))
+    # Orbax's 20 minutes, and four hours for 48B parameters.
+    limit = 1200 + parameters // 4_000_000
+    saves = stack.enter_context(_Saves(workdir, config, info, writer, limit))
     writer.event(step, "ready", seconds=time.perf_counter() - start)
     collector = stack.enter_context(watch.collector_frozen())
     stalls = watch.StallWatch(collector)
@@ -397,11 +403,12 @@ class _Saves:
     config: config_lib.RunConfig,
     info: dict[str, Any],
     writer: metrics_lib.Writer,
+    seconds: int,
   ):
     self._workdir = workdir
     self._info = info
     self._writer = writer
-    self._saver = checkpoint.Saver(workdir, config.checkpoint)
+    self._saver = checkpoint.Saver(workdir, config.checkpoint, seconds)
     self._last_step = self._saver.last_step or 0
     self._pending: tuple[int, float] | None = None
 

@@ -28,6 +28,7 @@ from attnres_jax.models import moe
 from attnres_jax.models import trunk
 from attnres_jax.models.mixers import probe
 from attnres_jax.models.residuals import base
+from attnres_jax.optimizer import groups
 from attnres_jax.optimizer import qk_clip
 from attnres_jax.pipeline import spmd
 
@@ -159,7 +160,8 @@ class Program:
     [num_layers] (of each transformer block). With experts, the balance of their
     load from `moe.load_metrics`, mean over depth and at the worst sublayer:
     moe_entropy, moe_max_violation, moe_unused. Norms do not include selection
-    biases. With `optim.qk_clip`, max_logit, the largest of attention.
+    biases, nor what is frozen. With `optim.qk_clip`, max_logit, the largest of
+    attention.
 
     An update that is not finite is never applied: parameters and optimiser
     state stay unchanged, whatever `train.on_nan` is.
@@ -187,7 +189,7 @@ class Program:
       tokens = jnp.sum(examples.weights)
       count = jnp.maximum(tokens, 1.0)
       gradient = jax.tree.map(lambda g: g / count, gradient)
-      trained = optimizer_lib.trained(gradient)
+      trained = optimizer_lib.trained(gradient, config.optim.freeze)
       grad_norm = optax.tree.norm(trained)
       learning_rate = jnp.asarray(learning_rate_at(state.step), jnp.float32)
       loss = sums.total / count
@@ -205,7 +207,11 @@ class Program:
         lambda new, old: new.astype(old.dtype), model, state.model
       )
       if peaks:
-        model = qk_clip.clip(model, peaks, config.optim.qk_clip)
+        clipped = qk_clip.clip(model, peaks, config.optim.qk_clip)
+        factors = groups.factors_of(model, config.optim)  # 0 if frozen.
+        model = jax.tree.map(
+          lambda f, new, old: new if f else old, factors, clipped, model
+        )
       old = (state.model, state.opt_state)
       model, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (model, opt_state), old
@@ -215,7 +221,9 @@ class Program:
         loss=sums.nll / count,
         z=sums.z / count,
         grad_norm=grad_norm,
-        param_norm=optax.tree.norm(optimizer_lib.trained(params)),
+        param_norm=optax.tree.norm(
+          optimizer_lib.trained(params, config.optim.freeze)
+        ),
         learning_rate=learning_rate,
         tokens=tokens,
         finite=finite,

@@ -134,11 +134,16 @@ def spread_of(rows: Sequence[Row], study: Study) -> pairs.Spread | None:
   that the same pairs have the same interval on every page.
   """
   found = at_own_settings(with_shared(study, rows))
-  committed = [row for path in _LAPTOP for row in at_own_settings(_read(path))]
-  if _protocols(found) & _protocols(committed):
-    runs = {row["run"]: row for row in (*committed, *found)}
-    found = list(runs.values())
-  return pairs.pooled(pairs.losses(found, "variant"), BASELINE, CONTROL)
+  known = _protocols(found)
+  committed = (
+    row
+    for path in _LAPTOP
+    for row in at_own_settings(_read(path))
+    if _protocols([row]) <= known
+  )
+  runs = {row["run"]: row for row in (*committed, *found)}
+  losses = pairs.losses([*runs.values()], "variant")
+  return pairs.pooled(losses, BASELINE, CONTROL)
 
 
 def _protocols(rows: Sequence[Row]) -> set[tuple[str, ...]]:

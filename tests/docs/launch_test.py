@@ -179,6 +179,10 @@ def test_the_cluster_of_ray_is_whole():
   assert cluster["head_node_type"] in kinds
   assert cluster["max_workers"] == kinds["slice"]["max_workers"]
   assert kinds["slice"]["node_config"]["acceleratorType"] == "v6e-16"
+  # Ray runs these in the container, and the head as this account.
+  image = (tiny_run.ROOT / "Dockerfile").read_text()
+  assert re.search("^RUN .* rsync tmux", image, re.M)
+  assert "artifactregistry.reader" in TEXT and "ray-autoscaler-sa-v1@" in TEXT
   if importlib.util.find_spec("ray") is None:
     return
   util = importlib.import_module("ray.autoscaler._private.util")

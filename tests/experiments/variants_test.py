@@ -172,6 +172,19 @@ def test_rows_of_another_protocol_are_not_compared(name, tmp_path, monkeypatch):
   assert [line[-2] for line in lines] == ["3", "1", "3"]
 
 
+def test_the_spread_is_of_one_text(tmp_path, monkeypatch):
+  """Also once rows of another text replaced the other study's alone."""
+  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+  rows = [row | {"data": "new"} for row in _rows()]
+  old = [
+    _row("size2", seed, 1.9 + 0.3 * (seed == 1), 100, "") for seed in (0, 1)
+  ]
+  for name, own in (("ablations", rows), ("block_size", old)):
+    (tmp_path / name).mkdir()
+    csv_rows.write(tmp_path / name / "results.csv", own)
+  assert report.spread_of(rows, ablations.STUDY).deviation < 1e-9
+
+
 def test_the_zoo(tmp_path, monkeypatch):
   """Its losses beside Table 4's, memory and time of a step."""
   monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)

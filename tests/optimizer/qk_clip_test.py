@@ -208,6 +208,19 @@ def test_a_step(batch):
   assert changed >= 2
 
 
+def test_frozen_weights_are_not_scaled(batch):
+  optim = config_lib.OptimConfig(qk_clip=0.01, freeze=("core/query$",))
+  program = _program(optim=optim)
+  state = program.init_state()
+  before = jax.tree.map(np.array, state.model.sublayers)
+  after, metrics = program.train_step(state, batch)
+  assert metrics["max_logit"] > 0.1
+  for kind in ("attention", "mla"):
+    old, new = before[kind].core, after.model.sublayers[kind].core
+    np.testing.assert_array_equal(new.query[...], old.query[...])
+    assert np.any(new.output[...] != old.output[...])
+
+
 @pytest.mark.slow
 def test_microbatches_and_devices_find_the_same_logits(batch):
   _, one = _step(_program(clip=0.1), batch)

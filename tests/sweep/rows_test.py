@@ -3,8 +3,10 @@
 
 import pathlib
 
+from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
 from attnres_jax.sweep import rows as rows_lib
+from tests import tiny_network
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -33,6 +35,21 @@ def test_budgets_are_sizes():
     (),
     ("budget=0.5",),
   )
+
+
+def test_compute_with_a_vocabulary_that_only_files_know():
+  """With `data.tokenizer=ids`, run.json has no size; a head does not count."""
+  unknown, known = (
+    rows_lib.compute_of(
+      config_lib.RunConfig(
+        model=tiny_network.config(
+          "prenorm", depth_memory="value_residual", vocab_size=size
+        )
+      )
+    )
+    for size in (0, 16)
+  )
+  assert unknown == known and known["compute_attention"] > 0
 
 
 def test_step_bytes_are_those_of_the_program_that_ran():

@@ -564,6 +564,26 @@ def test_processes_say_their_step_before_they_compile(
   assert said == [10]
 
 
+def test_small_saves_do_not_wait_for_hours(quick, tmp_path, monkeypatch):
+  """A process whose save fails, and the others, wait for each other so long."""
+
+  def saver(workdir, config, seconds):
+    assert seconds == 1200
+    raise RuntimeError("no saves")
+
+  monkeypatch.setattr(checkpoint, "Saver", saver)
+  with pytest.raises(RuntimeError, match="no saves"):
+    tiny_run.train_here(tmp_path, quick)
+
+
+def test_hosts_with_other_texts_are_refused(quick, tmp_path, monkeypatch):
+  """As on a host whose copy of the text is not that of the first one."""
+  of_first = lambda text: text and text[::-1]
+  monkeypatch.setattr(loop.claims, "of_process_0", of_first)
+  with pytest.raises(config_lib.ConfigError, match="same text on all hosts"):
+    tiny_run.train_here(tmp_path, quick)
+
+
 def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
   def compile_nothing(*args):
     raise AssertionError("compiled")

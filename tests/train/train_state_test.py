@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from attnres_jax import config as config_lib
@@ -157,6 +158,21 @@ def test_metrics_are_what_they_say(name, documents):
   np.testing.assert_allclose(row["learning_rate"], 0.01 / 4, rtol=1e-6)
   assert row["tokens"] == weights.sum() < 49
   assert bool(row["finite"]) and row["skipped"] == 0
+
+
+def test_norms_are_of_what_is_trained():
+  """As is the norm that is clipped."""
+  freeze = ("^embedding/", "^sublayers/")
+  config, batch = _config(freeze=freeze), _batch(documents=True)
+  state = _program(config).init_state()
+  gradient = jax.jit(jax.grad(lambda m: _mean_loss(m, batch)[0]))(state.model)
+  norm = lambda tree: float(optax.tree.norm([tree.residual, tree.final_norm]))
+  assert norm(gradient) < float(optax.tree.norm(gradient))
+  parameters = norm(state.model)
+  _, (row,) = _run(config, [batch], state)
+  np.testing.assert_allclose(row["grad_norm"], norm(gradient), rtol=1e-4)
+  np.testing.assert_allclose(row["param_norm"], parameters, rtol=1e-5)
+  np.testing.assert_array_equal(row["grad_norm_L"], 0)
 
 
 class TestExperts:

@@ -161,8 +161,9 @@ def job_set(
     final=[int(exits.Exit.NEVER), int(exits.Exit.DIVERGED)],
     node_selector=settings.node_labels
     | ({_SPOT: "true"} if settings.spot else {}),
-    host_network=True if several else None,
-    dns_policy="ClusterFirstWithHostNet" if several else None,
+    # There, pods have the service account of their node, not their own.
+    host_network=True if settings.slices > 1 else None,
+    dns_policy="ClusterFirstWithHostNet" if settings.slices > 1 else None,
     tolerations=[spot | {"effect": "NoSchedule"}] if settings.spot else None,
     command=worker.command(folder, run, *flags),
     chips={"google.com/tpu": settings.chips_per_host},

@@ -48,7 +48,7 @@ SETTINGS = {
     "address of the cluster (default: this one), or local for a new one"
   ),
   "max_restarts": Setting(
-    "restarts per run; preemptions do not count", 3, int, least=0
+    "restarts per run; a node that is preempted counts", 50, int, least=0
   ),
 }
 
@@ -154,7 +154,9 @@ def _work(config: Mapping[str, str]) -> int:
   except config_lib.ConfigError as error:
     print(f"error: {error}")
     return exits.Exit.NEVER
-  if result in (exits.Exit.AGAIN, exits.Exit.STOPPED):
+  # The others wait for a worker whose input alone was refused.
+  refused = result == exits.Exit.NEVER and not worker.all_come(config["name"])
+  if refused or result in (exits.Exit.AGAIN, exits.Exit.STOPPED):
     raise RunError(f"{config['name']}: {state_lib.OF_EXIT[result]}")
   return result
 

@@ -146,6 +146,15 @@ def test_one_host_needs_no_cluster():
   assert "hostNetwork" not in job_of(manifest)["template"]["spec"]
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_pods_of_one_slice_keep_their_service_account(slices):
+  manifest, _ = rendered("run-0", slice="v6e-16", slices=str(slices))
+  assert "--distributed" in container_of(manifest)["command"]
+  pod = job_of(manifest)["template"]["spec"]
+  # On the network of the host, pods have the account of their node.
+  assert ("hostNetwork" in pod) == ("dnsPolicy" in pod) == (slices > 1)
+
+
 def test_errors_restart_but_for_commands_without_sense():
   manifest, _ = rendered("run-0", max_restarts="7")
   job, policy = job_of(manifest), manifest["spec"]["failurePolicy"]

@@ -18,6 +18,7 @@ import time
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import exits
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
@@ -62,11 +63,28 @@ def test_bad_settings_are_named(settings, message):
     launcher.parse(launchers.Options(settings=settings))
 
 
+def test_a_run_outlives_many_preemptions():
+  # A spot slice that no one drains before it is lost counts as a failure.
+  assert launcher.SETTINGS["max_restarts"].default >= 50
+
+
 def test_without_ray_one_line_says_what_to_install(monkeypatch, tmp_path):
   monkeypatch.setitem(sys.modules, "ray", None)
   with pytest.raises(config_lib.ConfigError, match=r"attnres-jax\[ray\]") as e:
     launcher.launch([], tmp_path, launchers.Options())
   assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("come", [True, False])
+def test_a_worker_that_is_refused_alone_ends_its_gang(monkeypatch, come):
+  never = exits.Exit.NEVER
+  monkeypatch.setattr(launcher.worker, "work", lambda *_: never)
+  monkeypatch.setattr(launcher.worker, "all_come", lambda _: come)
+  expected = contextlib.nullcontext()
+  if not come:
+    expected = pytest.raises(launcher.RunError, match="a_run: refused")
+  with expected:
+    assert launcher._work({"folder": "sweep", "name": "a_run"}) == never
 
 
 @needs_ray
