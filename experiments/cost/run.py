@@ -91,7 +91,7 @@ COMPILED = {
   "decode": (
     _SERVED,
     ("served",),
-    tuple(itertools.product((1, 8, 64), (1024, 32768))),
+    ((1, 1024), (8, 1024)),
   ),
   "prefill": (_SERVED, ("served",), ((1, 4096),)),
   "experts": (("block_attnres",), ("194m", "436m"), _OWN),
