@@ -510,9 +510,7 @@ def _read_model(
   else:
     places = sharding.state_sharding(abstract, mesh)
     share = jax.process_index(), jax.process_count()
-  train = config.train
-  if not (train.average_last and step >= train_state.first_averaged(train)):
-    average = False
+  average = average and train_state.has_average(config.train, step)
   prefix = "average/" if average else _MODEL_PREFIX
   wanted = {
     prefix + name: leaf

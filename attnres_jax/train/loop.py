@@ -276,8 +276,8 @@ def _evaluated(
   state: train_state.TrainState, config: config_lib.RunConfig
 ) -> models.Transformer:
   """The averaged weights once there are any, else the last."""
-  first = train_state.first_averaged(config.train)
-  if state.average is None or int(state.step) < first:
+  has_average = train_state.has_average(config.train, int(state.step))
+  if state.average is None or not has_average:
     return state.model
   return state.average
 

@@ -118,8 +118,7 @@ def changes(
   lengths = (old.train.steps, config.train.steps)
   step = max(checkpoint.all_steps(workdir), default=old.train.steps)
   settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
-  first = train_state.first_averaged(config.train)
-  averages = config.train.average_last and step >= first
+  averages = train_state.has_average(config.train, step)
   # A run that is cut to what it has done would not be evaluated at its end.
   if step <= settled and step < config.train.steps and not averages:
     harmless += ("train.steps",)

@@ -429,6 +429,11 @@ def first_averaged(config: config_lib.TrainConfig) -> int:
   return config.steps + 1 - max(1, round(config.average_last * config.steps))
 
 
+def has_average(config: config_lib.TrainConfig, step: int) -> bool:
+  """Whether weights have been averaged when `step` steps are completed."""
+  return bool(config.average_last) and step >= first_averaged(config)
+
+
 def _wide(tree: Any) -> Any:
   """The same arrays in the dtype of sums: float32, if they are narrower."""
   return jax.tree.map(precision.widen, tree)
