@@ -178,7 +178,9 @@ def trained(tree: Any, freeze: Sequence[str] = ()) -> Any:
   only = _has_adapters(tree)
 
   def one(p: sharding.Parameter) -> Any:
-    fixed = p.load or (only and not p.adapter) or groups.matches(freeze, p.name)
+    fixed = p.load or (only and not p.adapter)
+    if freeze:
+      fixed = fixed or groups.matches(freeze, p.name)
     return None if fixed else p.value
 
   return sharding.map_parameters(one, tree)
