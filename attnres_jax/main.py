@@ -72,8 +72,11 @@ def _train(options: argparse.Namespace) -> exits.Exit:
       plans=options.plans,
     )
   except Exception as error:
-    # What is wrong with a run, all processes find together.
-    if not options.distributed or exits.of_error(error) != exits.Exit.AGAIN:
+    # What is wrong with a run, all processes find together, but not a device
+    # that runs out of memory in a step.
+    alone = isinstance(error, jax.errors.JaxRuntimeError)
+    alone |= exits.of_error(error) == exits.Exit.AGAIN
+    if not (options.distributed and alone):
       raise
     _leave(error)
   if summary["status"] == "stopped":

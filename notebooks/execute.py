@@ -11,16 +11,21 @@ Colab, with outputs. This module adds the badge and the first cell.
 
 import argparse
 from collections.abc import Sequence
+import math
 import os
 import pathlib
+import queue
 import sys
 import tempfile
 import time
+from typing import Any
 
-import jupyter_client
+from jupyter_client import asynchronous
+from jupyter_client import channels
 import jupytext
 import nbclient
 import nbformat
+from traitlets import config as traitlets_config
 
 from notebooks import colab
 
@@ -93,6 +98,24 @@ def load(path: pathlib.Path) -> nbformat.NotebookNode:
   return notebook
 
 
+class Channel(channels.AsyncZMQSocketChannel):
+  """Waits in turns of a second.
+
+  pyzmq sometimes hears of a message only when its wait is over.
+  """
+
+  async def get_msg(self, timeout: float | None = None) -> dict[str, Any]:
+    end = math.inf if timeout is None else time.monotonic() + timeout
+    while not await self.socket.poll(1000):
+      if time.monotonic() > end:
+        raise queue.Empty
+    return await self._recv()
+
+
+class Client(asynchronous.AsyncKernelClient):
+  shell_channel_class = iopub_channel_class = Channel
+
+
 def execute(notebook: nbformat.NotebookNode) -> None:
   """Runs all cells in a fresh kernel, from the root; the first error is raised."""
   root = FOLDER.parent
@@ -101,12 +124,16 @@ def execute(notebook: nbformat.NotebookNode) -> None:
   # Through files: another process may take a port before the kernel has it, and
   # then no message arrives.
   with tempfile.TemporaryDirectory() as folder:
-    kernel = jupyter_client.AsyncKernelManager(
-      kernel_name="python3", transport="ipc", ip=f"{folder}/kernel"
-    )
-    place = {"metadata": {"path": str(root)}}
+    manager = {
+      "transport": "ipc", "ip": f"{folder}/kernel",
+      "client_class": "notebooks.execute.Client",
+    }  # fmt: skip
     nbclient.NotebookClient(
-      notebook, kernel, timeout=600, resources=place
+      notebook,
+      kernel_name="python3",
+      timeout=600,
+      resources={"metadata": {"path": str(root)}},
+      config=traitlets_config.Config(KernelManager=manager),
     ).execute()
 
 

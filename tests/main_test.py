@@ -125,17 +125,26 @@ def test_a_pod_needs_no_addresses(command, monkeypatch):
   assert seen == [dict.fromkeys(names)]
 
 
-def test_a_process_whose_disk_fails_leaves_the_others(command, monkeypatch):
+@pytest.mark.parametrize(
+  ("error", "status"),
+  [
+    (OSError("the store fails"), 1),
+    (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: the store fails"), 2),
+  ],
+)
+def test_a_process_that_fails_alone_leaves_the_others(
+  command, error, status, monkeypatch
+):
   """A normal exit would wait five minutes for them."""
 
   def fail(*args, **options):
-    raise OSError("the store fails")
+    raise error
 
   monkeypatch.setattr(loop, "train_and_evaluate", fail)
   monkeypatch.setattr(jax.distributed, "initialize", lambda **given: None)
   monkeypatch.setattr(os, "_exit", sys.exit)
-  status, err = command("--distributed")
-  assert status == 1
+  found, err = command("--distributed")
+  assert found == status
   assert (
     err[-1].startswith("error: process 0 ends") and "store fails" in err[-1]
   )

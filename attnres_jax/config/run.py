@@ -212,7 +212,7 @@ class TrainConfig(fields.Checked, prefix="train"):
     max_skipped_share: fraction of all steps; a run of a sweep fails if it skips
       more.
     average_last: fraction of all steps, at the end, whose weights are averaged;
-      evaluations then use the average. 0 for none.
+      evaluations and commands then use the average. 0 for none.
     profile_steps: first and last step, counted from 1, of which the run writes
       a trace to WORKDIR/profile, for XProf; empty for none.
     compiler_options: of XLA, such as ("xla_flag=value",), for the training

@@ -102,7 +102,8 @@ class File(NamedTuple):
     if not files_lib.is_remote(self.path):
       return os.fspath(self.path)
     folder = os.environ.get("ATTNRES_JAX_CACHE") or "~/.cache/attnres_jax"
-    about = stores.client(self.path).info(os.fspath(self.path))
+    with stores.reaching(self.path):
+      about = stores.client(self.path).info(os.fspath(self.path))
     # Not the rest: Autoclass changes the class of what is read or is not.
     told = about.get("generation") or about.get("ETag") or about
     version = f"{os.fspath(self.path)} {told}"

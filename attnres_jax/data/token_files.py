@@ -105,7 +105,8 @@ class TokenFile:
     except FileNotFoundError as error:
       raise packing.DataError(f"{path}: {error.strerror}") from error
     except OSError as error:
-      error.filename = error.filename or os.fspath(path)
+      if error.errno:  # With a name, an error of a store would lose its text.
+        error.filename = error.filename or os.fspath(path)
       raise
     if size != self.num_bytes or len(content) != wanted:
       raise packing.DataError(

@@ -37,7 +37,11 @@ def make_report(config: config_lib.RunConfig) -> Report:
   length = config.data.sequence_length
   schemes = {}
   for name in dict.fromkeys([*residuals.headline(), model.residual.name]):
-    residual = dataclasses.replace(model.residual, name=name)
+    residual = model.residual
+    if name != residual.name:  # It may refuse the scheme's other options.
+      fields = ("block_size", "num_blocks", "schedule_size")
+      sizes = {field: getattr(residual, field) for field in fields}
+      residual = config_lib.ResidualConfig(name, **sizes)
     scheme = dataclasses.replace(model, residual=residual)
     try:
       schemes[name] = _scheme(scheme, length)

@@ -41,7 +41,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import importlib.metadata
 import math
+import operator
 import sys
+import time
 from typing import Any
 
 import jax
@@ -198,15 +200,31 @@ def _plan(options: argparse.Namespace) -> int:
   for config in configs:
     data.check(config, offline=True)
   devices = topology.devices(slice_name, options.num_slices)
-  if options.again:
-    fits = [
-      _again(config, slice_name, row, options)
-      for config, row in _old(configs, options, devices)
+  todo: list[tuple[config_lib.RunConfig, Mapping[str, str] | None]]
+  todo = [(config, None) for config in configs]
+  if options.again or options.sweep:
+    # One of each step.
+    steps = {plans_lib.config_hash(config): config for config in configs}
+    todo = [
+      (config, plans_lib.find(config, devices, options.plans))
+      for config in steps.values()
     ]
-    return 0 if all(fits) else 1
-  if options.sweep:
-    configs = _unplanned(configs, options, devices)
-  fits = [_plan_one(config, slice_name, options) for config in configs]
+    if options.again and not (options.sweep or todo[0][1]):
+      config_lib.fail_argument("--again", True, f"a plan in {options.plans}")
+    is_due = _is_old if options.again else operator.not_
+    todo = [one for one in todo if is_due(one[1])]
+  if not todo:
+    print(f"nothing to compile: {options.plans} has all plans")
+  start, fits = time.monotonic(), []
+  for number, (config, row) in enumerate(todo):
+    if options.again or options.sweep:
+      left = (time.monotonic() - start) / 60 * (len(todo) - number)
+      about = f", about {left / number:.0f} minutes left" if number else ""
+      print(f"{config.name}, {number + 1} of {len(todo)}{about}:", flush=True)
+    if row:
+      fits.append(_again(config, slice_name, row, options))
+    else:
+      fits.append(_plan_one(config, slice_name, options))
   return 0 if all(fits) else 1
 
 
@@ -222,36 +240,10 @@ def asked(options: argparse.Namespace) -> Sequence[config_lib.RunConfig]:
   ]
 
 
-def _unplanned(
-  configs: Sequence[config_lib.RunConfig],
-  options: argparse.Namespace,
-  devices: Sequence[Any],
-) -> Iterator[config_lib.RunConfig]:
-  """Yields configs that the file of plans lacks when their turn comes."""
-  seen = set()
-  for config in configs:
-    key = plans_lib.config_hash(config)
-    known = plans_lib.find(config, devices, options.plans)
-    if key not in seen and known is None:
-      seen.add(key)
-      print(f"{config.name}:", flush=True)
-      yield config
-
-
-def _old(
-  configs: Sequence[config_lib.RunConfig],
-  options: argparse.Namespace,
-  devices: Sequence[Any],
-) -> Iterator[tuple[config_lib.RunConfig, Mapping[str, str]]]:
-  """Yields configs with the rows that other code or compilers have made."""
+def _is_old(row: Mapping[str, str] | None) -> bool:
+  """Whether there is a row that other code or another compiler has made."""
   now = dict(commit=environment.commit(), jax=jax.__version__, libtpu=_libtpu())
-  for config in configs:
-    row = plans_lib.find(config, devices, options.plans)
-    if row is None and not options.sweep:
-      config_lib.fail_argument("--again", True, f"a plan in {options.plans}")
-    if row is not None and any(row[name] != now[name] for name in now):
-      print(f"{config.name}:", flush=True)
-      yield config, row
+  return row is not None and any(row[name] != now[name] for name in now)
 
 
 def _again(

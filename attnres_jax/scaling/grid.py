@@ -187,18 +187,23 @@ def select(runs: Iterable[Named], pattern: str) -> list[Named]:
   Raises:
     ConfigError: it is none, or matches none.
   """
-  try:
-    expression = re.compile(pattern)
-  except re.error as error:
-    config_lib.fail_argument(
-      "--only", pattern, f"a regular expression ({error})"
-    )
+  expression = compile_pattern(pattern)
   found = [run for run in runs if expression.search(run.name)]
   if pattern and not found:
     raise config_lib.ConfigError(
       f"--only: got {pattern!r}, which matches no run"
     )
   return found
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+  """The value of `--only`, checked."""
+  try:
+    return re.compile(pattern)
+  except re.error as error:
+    config_lib.fail_argument(
+      "--only", pattern, f"a regular expression ({error})"
+    )
 
 
 def config_hash(config: Mapping[str, Any]) -> str:

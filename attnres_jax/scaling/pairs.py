@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from attnres_jax import config as config_lib
+
 LEVEL = 0.9
 # Nats per token: several times what any scheme gains or loses if it trains.
 FAILED = 0.3
@@ -79,16 +81,14 @@ def losses(
   """Losses, the cells of `loss`, by variant (of `column`) and by seed.
 
   Raises:
-    ValueError: a variant has two rows of a seed: these are several protocols.
+    ConfigError: a variant has two rows of a seed, of several protocols.
   """
   found: dict[str, dict[int, float]] = {}
   for row in rows:
     own, seed = found.setdefault(row[column], {}), int(row["seed"])
     if seed in own:
-      raise ValueError(
-        f"{column} {row[column]!r} has two rows of seed {seed}: choose one"
-        " protocol (size, steps, batch, learning rate)"
-      )
+      wanted = f"one row of seed {seed}, by one protocol (size, steps, rate)"
+      config_lib.fail_argument(column, row[column], wanted)
     own[seed] = float(row[loss])
   return found
 

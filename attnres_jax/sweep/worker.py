@@ -33,7 +33,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -145,11 +144,13 @@ def work_all(
   """
   tries: collections.Counter[str] = collections.Counter()
   deadline = time.monotonic() + patience_seconds
+  expression = grid.compile_pattern(only)
   while True:
-    names = [n for n in folder_lib.names(folder) if re.search(only, n)]
+    names = [n for n in folder_lib.names(folder) if expression.search(n)]
+    if not names and only:
+      config_lib.fail_argument("--only", only, f"names of runs in {folder}")
     if not names:
-      wanted = "the folder of a sweep" + f" with runs {only!r}" * bool(only)
-      config_lib.fail_argument("--folder", str(folder), wanted)
+      config_lib.fail_argument("--folder", str(folder), "the folder of a sweep")
     late = time.monotonic() >= deadline
     # Its name, since a launch may change the list while processes read it.
     name = _choose(folder, names, tries, late) if _is_first() else ""

@@ -59,8 +59,7 @@ Shapes = dict[str, tuple[int, ...]]
 # A store that fails for a moment must not cost a good checkpoint.
 _REMOTE_PAUSES = 10.0, 60.0
 # Of a save with its checksums, which the first process reads back: the 48B
-# network's 600 GB. If a save fails in one process, that and the others wait for
-# each other so long.
+# network's 600 GB.
 _SAVE_SECONDS = 4 * 3600
 # Of Orbax's older interface: it lists steps without reading their metadata.
 _NAMES = orbax.checkpoint.path.step.standard_name_format()
@@ -254,11 +253,8 @@ def restore_latest(
   """
   steps = _agreed_steps(workdir)
   unreadable: dict[int, str] = {}
-  pauses = _REMOTE_PAUSES if files.is_remote(workdir) else ()
-  attempts = [(step, p) for step in reversed(steps) for p in (0.0, *pauses)]
-  for step, pause in attempts:
+  for step in _attempts(workdir, steps):
     result, cause = None, "another process could not read it"
-    time.sleep(pause)
     with _quiet():
       try:
         result = _read(
@@ -286,6 +282,15 @@ def restore_latest(
       " nothing was moved or deleted"
     )
   return None
+
+
+def _attempts(workdir: epath.PathLike, steps: Sequence[int]) -> Iterator[int]:
+  """The steps, newest first; in a store each several times, with pauses."""
+  pauses = _REMOTE_PAUSES if files.is_remote(workdir) else ()
+  for step in reversed(steps):
+    for pause in (0.0, *pauses):
+      time.sleep(pause)
+      yield step
 
 
 def load_model(
@@ -364,7 +369,7 @@ def read(
 
 def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
   """The JSON object saved with the newest readable checkpoint."""
-  for step in reversed(all_steps(workdir)):
+  for step in _attempts(workdir, all_steps(workdir)):
     path = _folder(workdir, step)
     with _quiet(), _alone(), contextlib.suppress(Exception):
       checksums.check_metadata(path)

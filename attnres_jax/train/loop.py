@@ -22,7 +22,6 @@ import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import models
 from attnres_jax.common import compiler
 from attnres_jax.common import environment
 from attnres_jax.common import files
@@ -111,14 +110,15 @@ def train_and_evaluate(
     )
     environment.check_size(program.abstract_state)
     descriptions = {split: d.describe() for split, d in datasets.items()}
-    if text_of is not None:
-      run_folder.refuse_other_text(config, descriptions, *text_of)
-    run_folder.refuse_foreign("--workdir", workdir)
-    held = stack.enter_context(claims.held(workdir, claim))
+    # Before any check that hosts with another text would fail alone.
     text = str(run_folder.fingerprints(descriptions))
     if not checkpoint.all_processes_agree(claims.of_process_0(text) == text):
       where = config.data.path or list(config.data.paths)
       config_lib.fail("data.path", where, "the same text on all hosts")
+    if text_of is not None:
+      run_folder.refuse_other_text(config, descriptions, *text_of)
+    run_folder.refuse_foreign("--workdir", workdir)
+    held = stack.enter_context(claims.held(workdir, claim))
     changes = run_folder.changes(workdir, config, descriptions)
     if changes and not resume_with_changed_config:
       raise config_lib.ConfigError(run_folder.refusal(workdir, changes))
@@ -183,7 +183,8 @@ def train_and_evaluate(
       "config": config_lib.to_dict(config),
       "fingerprints": run_folder.fingerprints(descriptions),
     }
-    # Orbax's 20 minutes, and four hours for 48B parameters.
+    # Orbax's 20 minutes, and four hours for 48B parameters. If a save fails in
+    # one process, that and the others wait for each other so long.
     limit = 1200 + parameters // 4_000_000
     saves = stack.enter_context(_Saves(workdir, config, info, writer, limit))
     writer.event(step, "ready", seconds=time.perf_counter() - start)
@@ -264,22 +265,11 @@ def _evaluate(
 ) -> dict[str, float]:
   """Losses of the averaged weights once there are any, else of the last."""
   found = evaluator(state.model)
-  model = _evaluated(state, config)
-  if model is state.model:
+  if not train_state.has_average(config.train, int(state.step)):
     return found
-  averaged = evaluator(model)
+  averaged = evaluator(state.average)
   seconds = found["seconds"] + averaged["seconds"]
   return averaged | {"last_weights_loss": found["loss"], "seconds": seconds}
-
-
-def _evaluated(
-  state: train_state.TrainState, config: config_lib.RunConfig
-) -> models.Transformer:
-  """The averaged weights once there are any, else the last."""
-  has_average = train_state.has_average(config.train, int(state.step))
-  if state.average is None or not has_average:
-    return state.model
-  return state.average
 
 
 def _due(step: int, every: int) -> bool:

@@ -2,8 +2,8 @@
 """The first state of a run that continues another one, such as mid-training.
 
 `train.start_from` names the folder of a finished run, or one checkpoint of a
-run. Its weights are taken, and the optimiser's state if all of its arrays have
-the same names and shapes. Step, schedule, data position and averages begin
+run. Its last weights are taken, and the optimiser's state if all of its arrays
+have the same names and shapes. Step, schedule, data position and averages begin
 anew. The networks have to be the same, field by field.
 """
 

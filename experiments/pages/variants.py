@@ -141,7 +141,8 @@ def spread_of(rows: Sequence[Row], study: Study) -> pairs.Spread | None:
     for row in at_own_settings(_read(path))
     if _protocols([row]) <= known
   )
-  runs = {row["run"]: row for row in (*committed, *found)}
+  # A run that was trained again, perhaps under another name, counts once.
+  runs = {(r["variant"], int(r["seed"])): r for r in (*committed, *found)}
   losses = pairs.losses([*runs.values()], "variant")
   return pairs.pooled(losses, BASELINE, CONTROL)
 

@@ -197,22 +197,25 @@ class TestTokenFiles:
         next(batches)
     batches.close()
 
+  @pytest.mark.parametrize("error", [(errno.EIO, "It fails"), ("It fails",)])
   @pytest.mark.parametrize("num_threads", [0, 2])
-  def test_a_disk_that_fails_may_work_again(self, num_threads, monkeypatch):
+  def test_a_failed_disk_may_work_again(self, num_threads, error, monkeypatch):
     self._write("x.bin", _raw([7] * 3000), {"dtype": "uint16"})
     config = self._config(num_threads=num_threads)
     batches = data.open_dataset(config, "train").batches()
     next(batches)
 
     def fail(*args):
-      raise OSError(errno.EIO, "Input/output error")
+      raise OSError(*error)
 
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(OSError, match="Input/output error") as error:
+    with pytest.raises(OSError, match="It fails") as found:
       for _ in range(3000):
         next(batches)
-    assert exits.of_error(error.value) == exits.Exit.AGAIN
-    assert error.value.filename == str(self.folder / "x.bin")
+    assert exits.of_error(found.value) == exits.Exit.AGAIN
+    # Without a number, as of gcsfs, a name would hide the text.
+    named = str(self.folder / "x.bin") if len(error) > 1 else None
+    assert found.value.filename == named
     batches.close()
 
   @pytest.mark.parametrize(

@@ -86,29 +86,18 @@ def test_rows_of_other_runs_stay_if_asked(tmp_path, monkeypatch):
   published = readme_lib.Published(tmp_path, [place])
   monkeypatch.setattr(publish, "load", lambda name: published)
 
-  def adopt(*runs, add):
-    csv_rows.write(tmp_path / "new.csv", [{"run": run} for run in runs])
+  def adopt(*runs, add, data=""):
+    rows = [{"run": run, "data": data} for run in runs]
+    csv_rows.write(tmp_path / "new.csv", rows)
     adopted = f"--adopt={tmp_path / 'new.csv'}"
     assert publish.main(["x", adopted, *["--add"] * add]) == 0
     return (tmp_path / "README.md").read_text().split("\n")[2]
 
   assert adopt("a", "b", add=True) == "a+b"
   assert adopt("b", "c", add=True) == "a+b+c"
+  # Of two texts, a variant would have two rows of a seed.
+  assert adopt("d", add=True, data="other") == "d"
   assert adopt("c", add=False) == "c"
-
-
-def test_rows_of_another_text_do_not_stay(tmp_path, monkeypatch):
-  """Such as those committed here: a variant would have two rows of a seed."""
-  (tmp_path / "README.md").write_text("<!-- results: x -->\n<!-- /results -->")
-  place = readme_lib.Place(lambda rows: "+".join(row["run"] for row in rows))
-  published = readme_lib.Published(tmp_path, [place])
-  monkeypatch.setattr(publish, "load", lambda name: published)
-  known = [{"run": "a", "data": "old"}, {"run": "b", "data": "new"}]
-  csv_rows.write(tmp_path / "results.csv", known)
-  csv_rows.write(tmp_path / "new.csv", [{"run": "c", "data": "new"}])
-  adopted = f"--adopt={tmp_path / 'new.csv'}"
-  assert publish.main(["x", adopted, "--add"]) == 0
-  assert "\nb+c\n" in (tmp_path / "README.md").read_text()
 
 
 def test_rows_that_are_no_runs_are_adopted(tmp_path, monkeypatch):

@@ -172,6 +172,16 @@ def test_rows_of_another_protocol_are_not_compared(name, tmp_path, monkeypatch):
   assert [line[-2] for line in lines] == ["3", "1", "3"]
 
 
+def test_a_run_that_was_trained_again_counts_once(tmp_path, monkeypatch):
+  """Under another name, such as with another `train.log_every`."""
+  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+  alone = report.spread_of(_rows(), ablations.STUDY)
+  (tmp_path / "ablations").mkdir()
+  committed = [row | {"run": f"old{row['run']}"} for row in _rows()]
+  csv_rows.write(tmp_path / "ablations" / "results.csv", committed)
+  assert report.spread_of(_rows(), ablations.STUDY) == alone
+
+
 def test_the_spread_is_of_one_text(tmp_path, monkeypatch):
   """Also once rows of another text replaced the other study's alone."""
   monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)

@@ -61,6 +61,12 @@ def test_scheme_without_a_block_size_is_left_out():
   assert left_out == {"block_attnres"}
 
 
+def test_options_of_its_scheme_leave_the_usual_ones():
+  model = tiny_network.config("laurel_lr", rank=3)
+  found = flops.make_report(config_lib.RunConfig(model=model))
+  assert list(found["schemes"]) == [*residuals.headline(), "laurel_lr"]
+
+
 def test_unknown_vocabulary():
   with pytest.raises(config_lib.ConfigError, match=r"model\.vocab_size: got 0"):
     flops.make_report(config_lib.RunConfig())

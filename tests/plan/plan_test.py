@@ -174,12 +174,10 @@ def test_a_compiled_plan(devices):
   assert "--config" not in plan_lib.to_text([misfit])
 
 
-def test_a_plan_is_compiled_again_as_it_is(devices, tmp_path, monkeypatch):
-  """Only if another commit, jax or libtpu has compiled it.
-
-  If it no longer fits, another one takes its place.
-  """
-  file, tried, misfits = tmp_path / "plans.csv", [], []
+@pytest.fixture
+def compiled(monkeypatch):
+  """Overrides that were compiled, and those that do not fit."""
+  tried, misfits = [], []
 
   def compiled(config, overrides, slice_name, num_slices=1):
     tried.append(dict(overrides))
@@ -193,6 +191,41 @@ def test_a_plan_is_compiled_again_as_it_is(devices, tmp_path, monkeypatch):
     return dict(overrides=overrides, fits=fits, bound="memory") | numbers
 
   monkeypatch.setattr(plan_lib, "compiled", compiled)
+  return tried, misfits
+
+
+def test_a_step_of_a_sweep_is_planned_once(compiled, tmp_path, capsys):
+  tried, _ = compiled
+  source = tmp_path / "sweep.py"
+  source.write_text("""
+from configs import lm
+
+def get_config(arg=None):
+  return lm.get_config("size=tiny")
+
+def sweep(add):
+  for seed in (0, 1):
+    for width in (128, 256):
+      add(**{"seed": seed, "model.width": width, "model.vocab_size": 257})
+""")
+  args = [f"--config={source}", f"--plans={tmp_path / 'plans.csv'}", "--sweep"]
+  args += ["--topology=v5e:2x2", "--tries=1", "--save"]
+  assert plan_lib.main([*args, "--only=128"]) == 0
+  assert len(tried) == 1
+  assert plan_lib.main(args) == 0
+  assert len(tried) == 2
+  assert capsys.readouterr().out.count("1 of 1:") == 2
+  assert plan_lib.main(args) == 0
+  assert len(tried) == 2
+  assert "has all plans" in capsys.readouterr().out
+
+
+def test_a_plan_is_compiled_again_as_it_is(compiled, tmp_path, monkeypatch):
+  """Only if another commit, jax or libtpu has compiled it.
+
+  If it no longer fits, another one takes its place.
+  """
+  file, (tried, misfits) = tmp_path / "plans.csv", compiled
   args = ["--config=configs/lm.py:size=tiny", "--topology=v5e:2x2"]
   args += ["--config.model.vocab_size=257", f"--plans={file}"]
   now = {}

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from attnres_jax import config as config_lib
 from attnres_jax.scaling import pairs
 
 EFFECTS = {"a": -0.02, "b": 0.01, "c": 0.0}
@@ -52,7 +53,7 @@ def test_rows_of_two_protocols_are_refused():
     for rate in ("0.01", "0.02")
   ]
   assert pairs.losses(rows[::2], "arm") == {"base": {0: 2.0}, "a": {0: 2.0}}
-  with pytest.raises(ValueError, match="arm 'base' has two rows of seed 0"):
+  with pytest.raises(config_lib.ConfigError, match="^arm: got 'base', expect"):
     pairs.losses(rows, "arm")
 
 

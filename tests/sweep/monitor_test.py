@@ -81,7 +81,7 @@ def test_runs_of_a_folder(tmp_path):
 
 
 def test_a_finished_run_without_a_row_of_training(tmp_path):
-  """It has fewer steps than `train.log_every`."""
+  """An earlier version wrote none for the last step."""
   source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,))
   (run,) = tiny_sweep.prepare(tmp_path / "sweep", source)
   tiny_sweep.leave(tmp_path / "sweep", run)

@@ -187,19 +187,25 @@ def test_damaged_newest_is_set_aside(tmp_path, damage):
 @pytest.mark.parametrize("failures, step", [(2, 3), (3, 2)])
 def test_a_store_that_fails_for_a_moment(tmp_path, monkeypatch, failures, step):
   _save(tmp_path, [2, 3])
-  left = [failures]
 
-  def read(*args, **options):
-    left[0] -= 1
-    if left[0] >= 0:
-      raise ValueError("UNAVAILABLE: 503")
-    return original(*args, **options)
+  def failing(read):
+    left = [failures]
 
-  original = checkpoint._read
-  monkeypatch.setattr(checkpoint, "_read", read)
+    def fail_or_read(*args, **options):
+      left[0] -= 1
+      if left[0] >= 0:
+        raise ValueError("UNAVAILABLE: 503")
+      return read(*args, **options)
+
+    return fail_or_read
+
   monkeypatch.setattr(checkpoint, "_REMOTE_PAUSES", (0.0, 0.0))
   with monkeypatch.context() as patched:
     patched.setattr(checkpoint.files, "is_remote", lambda path: True)
+    with patched.context() as described:
+      described.setattr(checkpoint, "_describe", failing(checkpoint._describe))
+      assert checkpoint.newest_info(tmp_path)["at"] == step
+    patched.setattr(checkpoint, "_read", failing(checkpoint._read))
     restored = _restore(tmp_path)
   assert restored.step == step
   assert restored.unreadable.keys() == set(range(step + 1, 4))

@@ -580,8 +580,10 @@ def test_hosts_with_other_texts_are_refused(quick, tmp_path, monkeypatch):
   """As on a host whose copy of the text is not that of the first one."""
   of_first = lambda text: text and text[::-1]
   monkeypatch.setattr(loop.claims, "of_process_0", of_first)
+  # On all of them, before one alone finds it unlike an earlier run's.
+  text_of = "other", dict(train="", validation="")
   with pytest.raises(config_lib.ConfigError, match="same text on all hosts"):
-    tiny_run.train_here(tmp_path, quick)
+    tiny_run.train_here(tmp_path, quick, text_of=text_of)
 
 
 def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
