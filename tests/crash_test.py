@@ -159,19 +159,14 @@ def _duel(rng, workdir, fields, kills):
   return 0
 
 
-def _survive_duels(fields, whole, tmp_path, kills):
-  seed = random.randrange(2**32)
+@pytest.mark.slow
+def test_two_writers_and_many_kills(fields, whole, tmp_path):
+  seed, kills, rounds = random.randrange(2**32), 40, 0
   print("random seed", seed)
   rng = random.Random(seed)
-  rounds = 0
   while kills:
     workdir = tmp_path / f"broken_{rounds}"
     kills = _duel(rng, workdir, fields, kills)
     tiny_run.finish(tiny_run.start(workdir, fields))
     tiny_run.assert_same_run(whole, workdir)
     rounds += 1
-
-
-@pytest.mark.slow
-def test_two_writers_and_many_kills(fields, whole, tmp_path):
-  _survive_duels(fields, whole, tmp_path, 40)

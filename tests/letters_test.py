@@ -158,13 +158,3 @@ def test_every_row_has_a_parameter():
 def test_a_parameter_without_letters_is_named(params):
   with pytest.raises(ValueError, match="^w has no axes; name them where"):
     optimizer.decays(params)
-
-
-def test_moments_are_cut_like_their_parameter():
-  model = {"w": nnx.Param(jnp.zeros((2, 4, 8)), axes="D|F")}
-  mesh = sharding.make_mesh(config_lib.MeshConfig(data=1, fsdp=2, tensor=2))
-  both = {"count": jnp.zeros(()), "mu": jax.tree.map(jnp.zeros_like, model)}
-  found = sharding.state_sharding(both, mesh)
-  assert found["count"].spec == jax.P()
-  (moment,) = jax.tree.leaves(found["mu"])
-  assert moment.spec == jax.P(None, (FSDP, "stage"), TENSOR)

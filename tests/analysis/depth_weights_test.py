@@ -38,17 +38,6 @@ def test_every_row_is_the_mean_over_tokens(name, block_size):
     np.testing.assert_allclose(np.nansum(row), 1, atol=1e-5)
 
 
-def test_columns_are_named():
-  found = analysis.depth_weights(networks.network("full_attnres"), TOKENS)
-  assert found.columns == ("embedding", *(f"sublayer {i}" for i in range(1, 6)))
-  assert found.output_columns[-1] == "sublayer 6"
-  found = analysis.depth_weights(
-    networks.network("block_attnres", block_size=4), TOKENS
-  )
-  assert found.columns == ("embedding", "block 1", "block 2")
-  assert found.output_columns == found.columns
-
-
 def test_columns_of_every_scheme_can_be_drawn():
   found = analysis.depth_weights(networks.network("haares"), TOKENS)
   axes, *_ = plots.depth_weights({"haares": found}).axes

@@ -64,13 +64,6 @@ def test_is_the_mean_over_tokens():
   assert np.max(np.abs(rows[0] - rows[1])) > 1e-3
 
 
-def test_norms_are_gains_where_a_read_scales_each_value():
-  model = network("block_attnres")
-  gain = analysis.mixing_matrix(model, TOKEN)
-  norm = analysis.mixing_matrix(model, TOKEN, norms=True)
-  np.testing.assert_allclose(norm, gain, atol=1e-6)
-
-
 def test_semiseparable_rank():
   # One stream, at any positive or negative gains.
   rng = np.random.default_rng(0)
@@ -92,9 +85,20 @@ def test_semiseparable_rank():
     assert analysis.semiseparable_rank(block) == rank
 
 
-def test_one_channel_and_two_probes():
+def test_norms_channels_and_probes():
+  """A read that scales each value has one gain in every channel."""
   model = network("block_attnres")
-  mean = analysis.mixing_matrix(model, TOKEN)
-  for probe in (0, 1):
-    one = analysis.mixing_matrix(model, TOKEN, channel=3, probe=probe)
-    np.testing.assert_allclose(one, mean, atol=1e-6)
+  gain = analysis.mixing_matrix(model, TOKEN)
+  for options in (
+    dict(norms=True), dict(channel=3, probe=0), dict(channel=3, probe=1)
+  ):  # fmt: skip
+    found = analysis.mixing_matrix(model, TOKEN, **options)
+    np.testing.assert_allclose(found, gain, atol=1e-6)
+
+
+def test_is_the_mean_over_channels():
+  model = network("highway")
+  rows = [analysis.mixing_matrix(model, TOKEN, channel=c) for c in range(16)]
+  together = analysis.mixing_matrix(model, TOKEN)
+  np.testing.assert_allclose(together, np.mean(rows, axis=0), atol=1e-6)
+  assert np.max(np.abs(rows[0] - rows[1])) > 1e-3

@@ -4,12 +4,8 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from attnres_jax import analysis
-from attnres_jax import models
-from attnres_jax.models.residuals import base
 from tests import tiny_network
 
 
@@ -41,27 +37,6 @@ def network(
       model.residual,
     )
   return model
-
-
-class Recorded(models.Transformer):
-  """A scheme alone, whose sublayers return given values [L + 1, B, T, D]."""
-
-  def __init__(self, residual, values):
-    self.residual = residual
-    self.values = jnp.asarray(values)
-
-  def trace(self, tokens_BT):
-    del tokens_BT
-    return base.Trace(tuple(self.values), ())
-
-
-def recorded_matrix(residual, values) -> np.ndarray:
-  """M with the row of the readout, of one token's recorded values [L + 1, D].
-
-  A mean over channels.
-  """
-  model = Recorded(residual, values[:, None, None])
-  return analysis.mixing_matrix(model, tokens(1, 1), include_output=True)
 
 
 @jax.jit

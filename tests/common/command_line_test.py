@@ -241,13 +241,6 @@ def test_regular_expressions_stay_whole(text, value):
   assert config_lib.parse_field("optim.freeze", text) == value
 
 
-def test_a_string_in_place_of_a_tuple_is_refused():
-  with pytest.raises(
-    config_lib.ConfigError, match="mixers: got 'kda', expected"
-  ):
-    config_lib.load_config(SPEC, {"model.mixers": "kda"})
-
-
 def test_the_config_of_an_old_run(tmp_path):
   old = config_lib.load_config(SPEC, {"optim.peak_lr": 0.25})
   path = tmp_path / "config.json"

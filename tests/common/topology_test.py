@@ -83,12 +83,6 @@ def test_devices_have_a_row(name, count):
 
 
 @pytest.mark.needs("libtpu")
-def test_several_slices():
-  devices = topology.devices("v5e:2x2", num_slices=2)
-  assert [d.slice_index for d in devices] == [0] * 4 + [1] * 4
-
-
-@pytest.mark.needs("libtpu")
 def test_a_gradient_crosses_slices_once():
   """Each device hands over its share of the gradient, counted by hand."""
   config = config_lib.default_config().mesh

@@ -16,6 +16,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax.data import packing
+from tests.data import text_test
 
 _TEXTS = [
   f"text {i}: " + "some words that compress well\n" * i for i in range(40)
@@ -34,20 +35,6 @@ def _zst(path, content):
       stream.write(part)
     frames.append(sink.getvalue().to_pybytes())
   path.write_bytes(b"".join(frames))
-
-
-def _parquet(path):
-  pyarrow = pytest.importorskip("pyarrow")
-  parquet = pytest.importorskip("pyarrow.parquet")
-  parquet.write_table(pyarrow.table({"text": _TEXTS}), path, row_group_size=7)
-
-
-def _arrayrecord(path):
-  module = pytest.importorskip("array_record.python.array_record_module")
-  writer = module.ArrayRecordWriter(str(path), "group_size:1")
-  for text in _TEXTS:
-    writer.write(text.encode())
-  writer.close()
 
 
 def _tokens(path):
@@ -72,8 +59,12 @@ _FILES = {
     gzip.compress(_LINES[:999]) + gzip.compress(_LINES[999:])
   )),
   "a.jsonl.zst": ("jsonl", lambda path: _zst(path, _LINES)),
-  "a.parquet": ("parquet", _parquet),
-  "a.array_record": ("arrayrecord", _arrayrecord),
+  "a.parquet": (
+    "parquet", lambda path: text_test.write_parquet(path, _TEXTS)
+  ),
+  "a.array_record": (
+    "arrayrecord", lambda path: text_test.write_arrayrecord(path, _TEXTS)
+  ),
   "a.bin": ("tokens", _tokens),
   "a_shard.bin": ("tokens", _llmc),
 }  # fmt: skip

@@ -182,32 +182,12 @@ def test_one_text_is_one_document(tmp_path):
   assert 0.17 < len(lines[1]) / len(document) < 0.21
 
 
-def _tokens(*lengths, vocab_size=100, separator_id=99):
-  ids = np.random.default_rng(0).integers(0, 100, sum(lengths), np.uint16)
-  arrays = np.split(ids, np.cumsum(lengths)[:-1])
-  return ids, packing.Tokens(
-    arrays, vocab_size=vocab_size, separator_id=separator_id, description={}
+def test_ids_outside_the_vocabulary_are_refused():
+  """2**31 and above would turn negative, and pass, once they are int32."""
+  ids = np.array([1, 9, 2**32 - 1], np.uint32)
+  tokens = packing.Tokens(
+    [ids], vocab_size=10, separator_id=None, description={}
   )
-
-
-class TestTokens:
-  def test_reads_like_the_concatenation(self):
-    ids, tokens = _tokens(3, 0, 1, 7, 5)
-    assert len(tokens) == 16
-    for start in range(17):
-      for stop in range(start, 17):
-        read = tokens.read(start, stop)
-        np.testing.assert_array_equal(read, ids[start:stop])
-        assert read.dtype == np.int32
-
-  def test_refuses_ids_outside_the_vocabulary(self):
-    # 2**31 and above would turn negative, and pass, once they are int32.
-    for dtype, bad in ((np.uint16, 10), (np.uint32, 2**32 - 1)):
-      tokens = packing.Tokens(
-        [np.array([1, 9, bad], dtype)], vocab_size=10, separator_id=None,
-        description={},
-      )  # fmt: skip
-      np.testing.assert_array_equal(tokens.read(0, 2), [1, 9])
-      message = f"token id {bad} .* size 10"
-      with pytest.raises(packing.DataError, match=message):
-        tokens.read(1, 3)
+  np.testing.assert_array_equal(tokens.read(0, 2), [1, 9])
+  with pytest.raises(packing.DataError, match="4294967295 .* size 10"):
+    tokens.read(1, 3)

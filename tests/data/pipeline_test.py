@@ -116,13 +116,6 @@ class TestPipeline:
     rows = self._rows(found, 9)
     np.testing.assert_array_equal(rows, self._rows(expected, 9))
 
-  def test_starting_later_is_skipping(self):
-    dataset = self._open()
-    everything = self._rows(dataset, 20)
-    for start in (0, 1, 6, 19):
-      rows = self._rows(dataset, 20 - start, start_batch=start)
-      np.testing.assert_array_equal(rows, everything[start:])
-
   def test_starting_much_later_is_as_quick(self):
     began = time.monotonic()
     self._rows(self._open(), 1, start_batch=10**12)
@@ -187,22 +180,12 @@ class TestPipeline:
       again = self._rows(self._open("validation", **fields), 100)
       np.testing.assert_array_equal(again, rows)
 
-  @pytest.mark.parametrize("batch_size", (1, 2, 5, 7, 23, 24, 100))
-  def test_every_row_of_validation_counts_in_batches_of_any_size(
-    self, batch_size
-  ):
-    dataset = self._open("validation", batch_size=batch_size)
-    rows = self._rows(dataset, 1000).reshape(-1)
-    assert sorted(rows[rows != _PADDING]) == list(range(_NUM_ROWS))
-    assert len(rows) == dataset.num_batches * batch_size < 23 + batch_size
-
   @pytest.mark.parametrize(
     "fields,message",
     [
       ({"source": "webtext"}, "data.source: got 'webtext'.*arrayrecord, js"),
       ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
       ({"sequence_length": 93}, "length: got 93.*93 tokens to train on in /"),
-      ({"seed": -1}, "data.seed: got -1"),
       ({"seed": 2**32}, "data.seed"),
       ({"batch_size": 5}, "batch_size: got 5.*multiple of.*processes, 2"),
     ],

@@ -33,22 +33,29 @@ def _write_jsonl(folder):
     (folder / f"{name}.jsonl").write_text("\n\n".join(lines) + "\n")
 
 
-def _write_parquet(folder):
+def write_parquet(path, texts):
   pyarrow = pytest.importorskip("pyarrow")
   parquet = pytest.importorskip("pyarrow.parquet")
-  for name, texts in (("a", _TEXTS[:9]), ("b", _TEXTS[9:])):
-    table = pyarrow.table({"n": list(range(len(texts))), "text": texts})
-    parquet.write_table(table, folder / f"{name}.parquet", row_group_size=4)
+  table = pyarrow.table({"n": list(range(len(texts))), "text": texts})
+  parquet.write_table(table, path, row_group_size=4)
+
+
+def write_arrayrecord(path, texts):
+  module = pytest.importorskip("array_record.python.array_record_module")
+  writer = module.ArrayRecordWriter(str(path), "group_size:1")
+  for text in texts:
+    writer.write(text.encode())
+  writer.close()
+
+
+def _write_parquet(folder):
+  write_parquet(folder / "a.parquet", _TEXTS[:9])
+  write_parquet(folder / "b.parquet", _TEXTS[9:])
 
 
 def _write_arrayrecord(folder):
-  module = pytest.importorskip("array_record.python.array_record_module")
-  for name, texts in (("a", _TEXTS[:9]), ("b", _TEXTS[9:])):
-    path = str(folder / f"{name}.array_record")
-    writer = module.ArrayRecordWriter(path, "group_size:1")
-    for text in texts:
-      writer.write(text.encode())
-    writer.close()
+  write_arrayrecord(folder / "a.array_record", _TEXTS[:9])
+  write_arrayrecord(folder / "b.array_record", _TEXTS[9:])
 
 
 _WRITERS = {
@@ -139,9 +146,7 @@ class TestTextSources:
     if source == "jsonl":
       path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     else:
-      pyarrow = pytest.importorskip("pyarrow")
-      parquet = pytest.importorskip("pyarrow.parquet")
-      parquet.write_table(pyarrow.table({"text": texts}), path)
+      write_parquet(path, texts)
     place = {"jsonl": ":2", "parquet": ", row 1"}[source]
     with pytest.raises(
       config_lib.ConfigError, match=f"{place}', expected .* not null"

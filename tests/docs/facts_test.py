@@ -49,12 +49,6 @@ def test_no_number_is_typed_on_two_pages():
   )
 
 
-def test_facts_are_found():
-  text = "8.31 s, `9.99 s`, [x](y-7.77), 12,345\nkB, 2026, 5 s, 1.5 times"
-  assert facts(text) == {"8.31 s", "12,345 kB"}
-  assert not facts("<!-- rows: make it -->\n4.44 s\n<!-- /rows -->")
-
-
 def test_one_version():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())
   version = project["project"]["version"]

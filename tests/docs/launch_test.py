@@ -24,8 +24,6 @@ from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
-from attnres_jax.sweep.launchers import jobset
-from attnres_jax.sweep.launchers import ray
 from attnres_jax.sweep.launchers import tpu_vm
 from experiments.scaling_law import run
 from tests import tiny_run
@@ -34,9 +32,6 @@ PAGES = [tiny_run.ROOT / "docs" / f"{name}.md" for name in ("launch", "plan")]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 CLUSTER = tiny_run.ROOT / "configs" / "ray_cluster.yaml"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.S | re.M)
-CHECKS = {"ray": ray.parse, "jobset": jobset.parse}
-
-
 # What the commands of the pages may start, beside Python.
 PROGRAMS = {"gcloud", "kubectl", "pip", "python", "ray", "sbatch", "sky"}
 LAUNCH = "experiments.scaling_law.run"
@@ -122,7 +117,10 @@ def test_commands_run_to_their_end(module, arguments, tmp_path):
   assert process.returncode == 0, process.stderr[-5000:]
 
 
-@pytest.mark.parametrize("module,arguments", commands())
+@pytest.mark.parametrize(
+  "module,arguments",
+  [one for one in commands() if one[1] not in launches()],
+)
 def test_commands_take_their_arguments(module, arguments):
   assert importlib.util.find_spec(module) is not None
   for argument in arguments:
@@ -131,19 +129,10 @@ def test_commands_take_their_arguments(module, arguments):
       assert (tiny_run.ROOT / file).is_file()
   if module == LAUNCH:
     options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
-    given = launchers.Options(
-      options.max_parallel, settings=cli._settings(options.set)
-    )
-    launchers.load(options.launcher, given)
     if options.action == "run":
       source = options.config
-      runs = grid.load(source.spec, source.fields)
-      # No sweep of the page trains on the text of laptops.
-      for one in runs:
+      for one in grid.load(source.spec, source.fields):
         data.check(folder_lib.run_config(one), offline=True)
-      own_text = {one.config["data"]["source"] for one in runs}
-      assert own_text == {"tokens" if ":" in source.spec else "stdlib"}
-    CHECKS.get(options.launcher, lambda _: None)(given)
   elif module == "attnres_jax.sweep.worker":
     worker.make_parser().parse_args(
       [re.sub("=[A-Z:]+$", "=1", argument) for argument in arguments]
@@ -196,10 +185,10 @@ def test_the_cluster_of_ray_is_whole():
 
 def test_the_scales_of_pods_have_no_text_of_their_own(capsys):
   """They refuse the text of laptops before anything is compiled."""
-  for scale, field in (("paper", "vocab_size"), ("pod", "vocab_size")):
+  for scale in ("paper", "pod"):
     flags = [f"--config=configs/scaling.py:scale={scale},planned", "--dry_run"]
     flags += ["--workdir=gs://BUCKET/x", "--launcher=slurm"]
     assert cli.main(run.EXPERIMENT, flags) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and field in err
+    assert err.count("\n") == 1 and "vocab_size" in err
     assert "attnres_jax.data.prepare" in err

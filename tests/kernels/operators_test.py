@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import attnres_kernels
 from attnres_kernels import dispatch
 from attnres_kernels import problems
+from attnres_kernels.depth_attention import shapes
+from attnres_kernels.kda import shapes as kda_shapes
+from attnres_kernels.stream_mix import shapes as stream_shapes
 from tests import compare
 from tests.kernels import tpu_aot_test
 
@@ -20,11 +24,18 @@ from tests.kernels import tpu_aot_test
 @pytest.mark.parametrize(
   "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", problems.OPERATORS)
-def test_compiles(name, dtype, chip):
+@pytest.mark.parametrize(
+  "name,shape",
+  [
+    *((name, operator.check) for name, operator in problems.OPERATORS.items()),
+    # Ragged tokens, values wider than keys.
+    ("kda", kda_shapes.Shape("ragged", 2, 100, 1, 128, 256)),
+  ],
+)
+def test_compiles(name, shape, dtype, chip):
   """And so do its gradients, for every TPU."""
   operator = problems.OPERATORS[name]
-  problem = operator.build(operator.check, dtype, problems.draws(0))
+  problem = operator.build(shape, dtype, problems.draws(0))
   compute = functools.partial(problems.results, problem, "pallas_tpu")
   arguments = [(x.shape, x.dtype) for x in problem.arrays]
   text = tpu_aot_test.compile_for(chip, compute, arguments, dtype)
@@ -62,6 +73,61 @@ def test_vmap_and_remat_change_nothing(name):
     both = map(jnp.stack, zip(one.arrays, other.arrays))
     found = jax.jit(jax.vmap(recomputed))(*both)
   compare.trees(found, jax.tree.map(lambda *a: np.stack(a), *wanted), 1e-5)
+
+
+def _heads(*sizes, heads=1, rank=None, dtype="bfloat16"):
+  slow = [pytest.mark.slow] if sizes[2] > 3 else []
+  shape = shapes.Shape("heads", *sizes, heads=heads, rank=rank)
+  for name in ("depth_attention", "depth_merge_norm"):
+    yield pytest.param(name, shape, dtype, marks=slow, id=f"{name}-{shape}")
+
+
+@pytest.mark.parametrize(
+  "name,shape,dtype",
+  [
+    # Queries, sources, tokens, width. Registers have 128 columns: heads own
+    # some, one, parts of one or of two; keys start at column 128, and before
+    # and after.
+    *_heads(2, 2, 3, 192, heads=3),
+    *_heads(2, 2, 3, 192, rank=40),
+    *_heads(2, 3, 9, 512, heads=2),
+    *_heads(1, 2, 9, 160, heads=16),
+    *_heads(3, 3, 9, 304, heads=2, dtype="float32"),
+    *_heads(2, 18, 5, 256, heads=4),
+    *_heads(2, 3, 9, 304, rank=140, dtype="float32"),
+    *_heads(9, 2, 9, 256, rank=128),
+    ("stream_mix", stream_shapes.Shape("bfloat16", "bfloat16", 130, 256),
+     "bfloat16"),
+  ],
+)  # fmt: skip
+def test_kernels_round_as_plain_jax_does(name, shape, dtype):
+  """Interpreted, against the reference in float32."""
+  operator = problems.OPERATORS[name]
+  problem = operator.build(shape, dtype, problems.draws(0))
+  if name == "depth_merge_norm":
+    problem = problem._replace(function=functools.partial(_merges, shape.rank))
+
+  def run(implementation, arrays=problem.arrays):
+    call = functools.partial(problems.results, problem, implementation)
+    return jax.tree.leaves(jax.jit(call)(*arrays))
+
+  wanted = run("reference", [x.astype("float32") for x in problem.arrays])
+  plain = run("xla")
+  with dispatch.interpreted():
+    found = run("pallas_tpu")
+  for one, other, exact in zip(found, plain, wanted, strict=True):
+    assert one.dtype == other.dtype
+    allowed = 1.2 * compare.error(other, exact) if dtype == "bfloat16" else 0
+    assert compare.error(one, exact) < max(5e-6, allowed)
+
+
+def _merges(rank, implementation, out, lse, query, partial, gain):
+  """With the norm, and alone."""
+  fixed = dict(rank=rank, implementation=implementation)
+  return (
+    attnres_kernels.depth_merge_norm(out, lse, query, partial, gain, **fixed),
+    attnres_kernels.depth_merge(out, lse, query, partial, **fixed),
+  )
 
 
 @pytest.mark.parametrize("name", problems.OPERATORS)

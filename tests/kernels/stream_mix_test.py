@@ -36,18 +36,14 @@ def make(tokens, width, columns, count=4, stream_dtype="float32", seed=0):
   )
 
 
-def cotangents(results, seed=1):
-  rng = np.random.default_rng(seed)
-  return jax.tree.map(
-    lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), results
-  )
-
-
-def both(implementation, arguments, given=None, **options):
+def both(implementation, arguments, **options):
   """The results, and the gradients of all arguments."""
   f = functools.partial(stream_mix, implementation=implementation, **options)
   results, vjp = jax.vjp(f, *arguments)
-  given = cotangents(results) if given is None else given
+  rng = np.random.default_rng(1)
+  given = jax.tree.map(
+    lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), results
+  )
   return results, dict(zip(NAMES, vjp(given), strict=True))
 
 
@@ -99,29 +95,6 @@ class TestStreamMix:
     wanted = compiled("reference", arguments, eps=1e-3)
     check(interpreted(arguments, eps=1e-3), wanted, 2e-5)
 
-  def test_rounded_streams(self):
-    """As close to float32 as plain JAX, whose rounding is the same."""
-    arguments = make((130,), 256, 24, stream_dtype="bfloat16")
-    exact = jax.tree.map(lambda a: a.astype("float32"), arguments)
-    arguments = (
-      arguments[0], arguments[1].astype("bfloat16"), *arguments[2:]
-    )  # fmt: skip
-    exact = (exact[0], arguments[1].astype("float32"), *exact[2:])
-    given = cotangents(compiled("reference", exact)[0])
-    low = jax.tree.map(lambda a: a.astype("bfloat16"), given[:2])
-    wide = jax.tree.map(lambda a: a.astype("float32"), low)
-    wanted = compiled("reference", exact, (*wide, given[2]))
-    plain = compiled("xla", arguments, (*low, given[2]))
-    found = interpreted(arguments, (*low, given[2]))
-    for a, b, c in zip(*map(jax.tree.leaves, (found, plain, wanted))):
-      assert a.dtype == b.dtype
-      c = np.asarray(c)
-      error, usual = (
-        np.sqrt(np.mean(np.square(np.asarray(x, "float32") - c)))
-        for x in (a, b)
-      )
-      assert error <= 1.2 * usual + 1e-6 * np.abs(c).max()
-
 
 class TestChecks:
   @pytest.mark.parametrize("name", NAMES[1:])
@@ -136,10 +109,6 @@ class TestChecks:
     with pytest.raises(ValueError, match="C >= 2"):
       stream_mix(*arguments)
 
-  def test_why_not(self):
-    with pytest.raises(NotImplementedError, match="at least 128 tokens"):
-      stream_mix(*make((3,), 8, 5, 2), implementation="pallas_tpu")
-
   def test_what_does_not_fit(self):
     many = make((128,), 8, 9, 9, stream_dtype="bfloat16")
     many = (many[0], many[1].astype("bfloat16"), *many[2:])
@@ -152,6 +121,7 @@ class TestChecks:
       *wide[5:],
     )
     for arguments, reason in (
+      (make((3,), 8, 5, 2), "at least 128 tokens"),
       (many, "at most 8 streams, got 9"),
       (mixed, "need y and h in bfloat16"),
       (wide, "MiB of VMEM"),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from attnres_jax.common import topology
 from attnres_jax.plan import hlo
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
@@ -23,13 +24,13 @@ CHIPS = {
   "v6e": "v6e:2x2",
   "tpu7x": "tpu7x:2x2x1",
 }
+# Has a quarter of the VMEM of the smallest of these.
+OLDER = {"v4": "v4:2x2x1"}
 # By default, the smallest and the newest: they differ most.
 MAIN_CHIPS = [
   pytest.param(chip, marks=() if chip in ("v5e", "tpu7x") else pytest.mark.slow)
   for chip in CHIPS
 ]
-# Has a quarter of the VMEM of the smallest of these.
-OLDER = {"v4": "v4:2x2x1"}
 
 # Of each array: 2^31 elements and a last tile that is a part of one.
 HUGE = shapes.Shape("huge", 1, 1, 2**18 + 8, 8192)
@@ -43,17 +44,8 @@ pytestmark = pytest.mark.needs("libtpu")
 
 
 @functools.cache
-def devices(chip):
-  # Not at import, because describing a topology loads the TPU compiler.
-  from jax.experimental import topologies
-
-  return topologies.get_topology_desc(
-    platform="tpu", topology_name=(CHIPS | OLDER)[chip]
-  ).devices
-
-
-def sharding(chip):
-  return jax.sharding.SingleDeviceSharding(devices(chip)[0])
+def device(chip):
+  return topology.devices((CHIPS | OLDER)[chip])[0]
 
 
 def attention(shape):
@@ -112,20 +104,18 @@ def mix(tokens, width, count=4, columns=24):
 
 
 def compile_for(chip, function, arguments, dtype):
+  place = jax.sharding.SingleDeviceSharding(device(chip))
   structs = [
-    jax.ShapeDtypeStruct(s, d or dtype, sharding=sharding(chip))
-    for s, d in arguments
+    jax.ShapeDtypeStruct(s, d or dtype, sharding=place) for s, d in arguments
   ]
   return jax.jit(function).lower(*structs).compile().as_text()
 
 
 class TestTpuCompile:
   @pytest.mark.parametrize("chip", MAIN_CHIPS)
-  @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-  @pytest.mark.parametrize("op", ("merge", "merge_norm"))
-  def test_merge(self, chip, dtype, op):
+  def test_merge_without_a_norm(self, chip):
     shape = shapes.Shape("small", 1, 1, 200, 960)
-    text = compile_for(chip, *merge(shape, op), dtype)
+    text = compile_for(chip, *merge(shape, "merge"), "bfloat16")
     for name in ("depth_merge_forward", "depth_merge_backward"):
       assert name in text
 
@@ -137,7 +127,7 @@ class TestTpuCompile:
     if op == "merge":
       shape = shapes.Shape("large", 1, 1, 256, 6144)
       function, arguments = merge(shape, "merge_norm")
-    mesh = jax.sharding.Mesh(devices("v4")[:1], ("chip",))
+    mesh = jax.sharding.Mesh([device("v4")], ("chip",))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       text = compile_for("v4", function, arguments, "bfloat16")
     assert "backward" in text

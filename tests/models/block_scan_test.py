@@ -224,6 +224,7 @@ def test_what_is_saved():
   [
     (5, dict(name="prenorm"), "PreNorm"),
     (5, dict(name="full_attnres"), "FullAttnRes"),
+    (5, dict(name="delta_attnres"), "DeltaAttnRes"),
     (6, dict(name="block_attnres", block_size=2, form="one_softmax"), "reads"),
     (3, dict(name="block_attnres", block_size=2), "no two blocks in a row"),
   ],

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block AttnRes against the paper's own listing (arXiv:2603.15031, Fig. 2)."""
+"""AttnRes against the paper: Fig. 2 and Eq. 1-4 of arXiv:2603.15031."""
+
+import functools
 
 import jax
 import pytest
@@ -18,47 +20,27 @@ pytestmark = pytest.mark.usefixtures("float64")
 _run = jax.jit(trunks.run)
 
 
-def _network(num_sublayers, **fields):
-  """Sublayers, a scheme and an embedding: the arguments of `_run`."""
+def _check(name, num_sublayers, listing, **fields):
+  """h_out against what `listing` makes of sublayers, u and the embedding."""
   layers, embedding = trunks.toy(num_sublayers)
-  module = trunks.scheme("block_attnres", num_sublayers, **fields)
-  return layers, module, embedding
-
-
-def _oracle(listing, block_size):
-  """The listing as a function of what `_run` takes."""
-
-  def run(layers, module, embedding):
-    functions = trunks.functions(layers, module.num_sublayers)
-    return listing(functions, trunks.folded(module), embedding, block_size)
-
-  return run
+  module = trunks.scheme(name, num_sublayers, **fields)
+  sublayers = trunks.functions(layers, num_sublayers)
+  expected = listing(sublayers, trunks.folded(module), embedding)
+  compare.trees(_run(layers, module, embedding), expected, 1e-11)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-  "listing,num_sublayers,block_size",
+  "listing,num_sublayers,size",
   [
     *((trunks.fig2, *shape) for shape in [(4, 2), (6, 4)]),
     # A boundary at any sublayer.
     *((trunks.fig2_per_sublayer, *shape) for shape in [(7, 3), (1, 1), (3, 9)]),
   ],
 )
-def test_outputs(listing, num_sublayers, block_size, form):
-  network = _network(num_sublayers, block_size=block_size, form=form)
-  compare.trees(_run(*network), _oracle(listing, block_size)(*network), 1e-11)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_sublayers,block_size", [(4, 2), (5, 3)])
-def test_gradients(num_sublayers, block_size, form):
-  network = _network(num_sublayers, block_size=block_size, form=form)
-  output = _oracle(trunks.fig2_per_sublayer, block_size)
-  oracle = lambda *network: trunks.score(output(*network))
-  expected = oracle(*network), trunks.gradient(oracle, *network)
-  found = trunks.value_and_grad(*network)
-  assert jax.tree.structure(found) == jax.tree.structure(expected)
-  compare.trees(found, expected, 1e-10)
+def test_outputs(listing, num_sublayers, size, form):
+  blocks = functools.partial(listing, block_size=size)
+  _check("block_attnres", num_sublayers, blocks, block_size=size, form=form)
 
 
 def test_kimi_k3_has_these_sources():
@@ -75,11 +57,29 @@ def test_kimi_k3_has_these_sources():
   assert count == 2 * 7168 * (2 * 93 + 1) == 2_680_832
 
 
-def test_full_attnres_is_equations_1_to_4():
-  layers, embedding = trunks.toy(7)
-  for fields in (dict(form="one_softmax"), dict(schedule_size=3)):
-    module = trunks.scheme("full_attnres", 7, **fields)
-    expected = trunks.full_attnres(
-      trunks.functions(layers, 7), trunks.folded(module), embedding
-    )
-    compare.trees(_run(layers, module, embedding), expected, 1e-11)
+@pytest.mark.parametrize(
+  "fields",
+  [dict(form="one_softmax"), *(dict(schedule_size=n) for n in (1, 3, 9))],
+)
+def test_full_attnres_is_equations_1_to_4(fields):
+  _check("full_attnres", 7, trunks.full_attnres, **fields)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+  "name,num_sublayers,fields",
+  [
+    ("block_attnres", 4, dict(block_size=2)),
+    ("block_attnres", 5, dict(block_size=3)),
+    ("full_attnres", 5, dict(schedule_size=3)),
+  ],
+)
+def test_gradients(name, num_sublayers, fields, form):
+  def definition(module, sublayers, embedding):
+    assert module.two_phase == (form == "two_phase")
+    u = trunks.folded(module)
+    if name == "full_attnres":
+      return trunks.full_attnres(sublayers, u, embedding)
+    return trunks.fig2_per_sublayer(sublayers, u, embedding, **fields)
+
+  trunks.check_gradients(name, definition, num_sublayers, form=form, **fields)

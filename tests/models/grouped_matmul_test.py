@@ -2,13 +2,13 @@
 """Products of sorted rows, for each platform, against a loop over groups."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnres_jax.common import topology
 from attnres_jax.models import grouped_matmul
 from attnres_kernels import dispatch
 
@@ -108,18 +108,12 @@ def test_what_is_lowered():
   assert "ragged" not in elsewhere
 
 
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None,
-  reason="not run: libtpu, the TPU compiler, is not installed here",
-)
+@pytest.mark.needs("libtpu")
 @pytest.mark.parametrize("added", [False, True])
 def test_compiled_for_tpu_it_is_the_arithmetic_alone(added):
   """Kernels, whose own counts the compiler adds up, and no dense product."""
-  from jax.experimental import topologies
-
   rows, groups, width = 4096, 8, 256
-  chip = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
-  place = jax.sharding.SingleDeviceSharding(chip.devices[0])
+  place = jax.sharding.SingleDeviceSharding(topology.devices("v5e:2x2")[0])
   struct = functools.partial(jax.ShapeDtypeStruct, sharding=place)
   low = struct((rows, width), jnp.bfloat16)
   weight = struct((groups, width, width), jnp.float32)

@@ -249,27 +249,6 @@ def test_padding_is_no_load():
   )
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_load_through_a_scan_of_stacked_layers(remat):
-  """The load of each layer, with and without checkpointing."""
-  x_BTD = _inputs()
-  layers = jax.vmap(lambda key: moe.Moe(_config(), rngs=nnx.Rngs(params=key)))(
-    jax.random.split(jax.random.key(5), 3)
-  )
-
-  def one_layer(x, layer):
-    return x + layer(x), None
-
-  body = jax.checkpoint(one_layer) if remat else one_layer
-  loss = lambda layers: jnp.sum(jax.lax.scan(body, x_BTD, layers)[0])
-  found = _found_load(jax.jit(jax.grad(loss))(layers))
-  assert found.shape == (3, EXPERTS)
-  for i in range(3):
-    layer = jax.tree.map(lambda a, i=i: a[i], layers)
-    np.testing.assert_array_equal(found[i], _load(layer, x_BTD))
-    x_BTD = x_BTD + cores.apply(layer, x_BTD)
-
-
 def _mesh(**axes):
   return sharding.make_mesh(config_lib.MeshConfig(**dict(data=1) | axes))
 
@@ -302,11 +281,7 @@ def _shardings(mesh, module):
     (dict(data=2, fsdp=2, expert=2), True),
     pytest.param(dict(data=8), True, marks=pytest.mark.slow),
     pytest.param(dict(expert=2), True, marks=pytest.mark.slow),
-    # In whole networks, these are in tests/meshes_test.py.
-    pytest.param(dict(data=2, fsdp=2), True, marks=pytest.mark.slow),
-    pytest.param(dict(data=2, expert=2), True, marks=pytest.mark.slow),
-    pytest.param(dict(fsdp=2, expert=2), True, marks=pytest.mark.slow),
-    pytest.param(dict(expert=2, tensor=2), True, marks=pytest.mark.slow),
+    # Other pairs of axes are in tests/meshes_test.py, in whole networks.
     (dict(expert=2), False),
   ],
 )

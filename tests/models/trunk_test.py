@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
@@ -27,80 +26,37 @@ def _value_and_grad(layers, module, embedding, **options):
   return value, by_layers, jax.tree.leaves(by_scheme), by_embedding
 
 
-# Gradients of blocks are in fig2_oracle_test.py.
-TWO_PHASE = [
-  ("block_attnres", 5, dict(block_size=3)),
-  ("full_attnres", 5, dict(schedule_size=3)),
-  ("full_attnres", 3, dict(schedule_size=1)),
-  ("full_attnres", 3, dict(schedule_size=9)),
-]
-
-
-def _first_segment(module, embedding):
-  return module.open(module.init(embedding), *module.segments()[0])
-
-
-@pytest.mark.parametrize("name,num_sublayers,fields", TWO_PHASE)
-def test_two_phases_are_one_softmax(name, num_sublayers, fields):
-  layers, embedding = trunks.toy(num_sublayers)
-  results, queries_at_once = [], []
-  for form in ("two_phase", "one_softmax"):
-    module = trunks.scheme(name, num_sublayers, form=form, **fields)
-    _, slots = jax.eval_shape(_first_segment, module, embedding)
-    queries_at_once.append(len(jax.tree.leaves(slots)) > 1)
-    results.append(_value_and_grad(layers, module, embedding))
-  # The one has phase-1 results in its slots, the other only queries.
-  assert queries_at_once == [True, False]
-  compare.trees(*results, 1e-11)
-
-
-SCANNED = [
-  ("prenorm", {}),
-  ("rescaled", {}),
-  ("block_attnres", dict(block_size=4)),
-]
-
-
-@pytest.mark.parametrize("name,fields", SCANNED)
-def test_scanned_is_unrolled(name, fields):
-  layers, embedding = trunks.toy(6)  # the last block of 4 is one of 2
-  module, results, scans = trunks.scheme(name, 6, **fields), [], []
-  for scan in (True, False):
-    run = functools.partial(trunks.run, scan=scan)
-    scans.append(jaxprs.count(("scan",), run, layers, module, embedding))
-    results.append(_value_and_grad(layers, module, embedding, scan=scan))
-  assert scans == [1, 0]
-  compare.trees(*results, 1e-12)
-
-
 @pytest.mark.parametrize(
-  "name,num_sublayers,fields",
+  "name,num_sublayers,fields,scans",
   [
-    # Whose plain programs the tests above have compiled.
-    ("prenorm", 6, {}),
-    ("block_attnres", 6, dict(block_size=4)),  # scanned
-    ("full_attnres", 5, dict(schedule_size=3)),
+    ("prenorm", 6, {}, 1),
+    ("rescaled", 6, {}, 1),
+    ("block_attnres", 6, dict(block_size=4), 1),  # the last block is one of 2
+    ("full_attnres", 5, dict(schedule_size=3), 0),
   ],
 )
-def test_checkpointing_changes_nothing(name, num_sublayers, fields):
+def test_scans_and_checkpoints_change_nothing(
+  name, num_sublayers, fields, scans
+):
   layers, embedding = trunks.toy(num_sublayers)
-  module = trunks.scheme(name, num_sublayers, **fields)
-  results, checkpoints = [], []
-  for remat in ("none", "full", "dots"):
-    run = functools.partial(trunks.run, remat=remat)
-    names = ("checkpoint", "remat", "remat2")
-    checkpoints.append(jaxprs.count(names, run, layers, module, embedding))
-    results.append(_value_and_grad(layers, module, embedding, remat=remat))
-  assert checkpoints[0] == 0
-  assert min(checkpoints[1:]) >= len(module.segments()) + 2
-  compare.trees(results[1], results[0], 1e-12)
-  compare.trees(results[2], results[0], 1e-12)
-
-
-def test_remat_by_name():
-  layers, embedding = trunks.toy(2)
-  with pytest.raises(config_lib.ConfigError, match="model.remat.*'some'.*full"):
-    trunks.run(layers, trunks.scheme("prenorm", 2), embedding, remat="some")
+  module, results = trunks.scheme(name, num_sublayers, **fields), []
+  for scan, remat in ((True, "none"), (False, "none"), (True, "full"),
+                      (True, "dots")):  # fmt: skip
+    run = functools.partial(trunks.run, scan=scan, remat=remat)
+    count = lambda *names, run=run: jaxprs.count(
+      names, run, layers, module, embedding
+    )
+    if remat == "none":
+      assert count("scan") == scans * scan
+      assert count("checkpoint", "remat", "remat2") == 0
+    else:
+      checkpoints = count("checkpoint", "remat", "remat2")
+      assert checkpoints >= len(module.segments()) + 2
+    results.append(
+      _value_and_grad(layers, module, embedding, scan=scan, remat=remat)
+    )
+  for other in results[1:]:
+    compare.trees(other, results[0], 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +77,7 @@ def test_remat_by_name():
 def test_state_is_valid_between_any_two_sublayers(name, fields):
   """Segments can be cut anywhere (as in pipelines) without any effect."""
   module = trunks.scheme(name, 5, **fields)
-  rng = np.random.default_rng(0)
-  values = list(jnp.asarray(rng.standard_normal((6, 2, 3, trunks.WIDTH))))
+  values = trunks.outputs(5)
 
   @jax.jit
   def one_by_one(module, values):

@@ -193,25 +193,25 @@ def check_gradients(name, definition, num_sublayers, *, rtol=1e-9, **fields):
     definition: maps the scheme, f_1..f_L and the embedding to h_out, which are
       complex along a slope.
     num_sublayers: L.
-    rtol: of the slope along a random change of all parameters of the scheme
-      and of the embedding.
+    rtol: of the slope along a random change of all parameters and of the
+      embedding.
     **fields: of `scheme`.
   """
   layers, embedding = toy(num_sublayers)
   module = scheme(name, num_sublayers, **fields)
-  value, (_, *gradients) = value_and_grad(layers, module, embedding, scan=False)
+  value, gradients = value_and_grad(layers, module, embedding, scan=False)
 
-  def expected(module, embedding):
+  def expected(layers, module, embedding):
     return score(
       definition(module, functions(layers, num_sublayers), embedding)
     )
 
-  arguments = [module, embedding]
+  arguments = [layers, module, embedding]
   found = expected(*arguments)
   np.testing.assert_allclose(value, found.real, rtol=1e-3 * rtol)
   rng = np.random.default_rng(3)
   ways = jax.tree.map(lambda a: rng.standard_normal(a.shape), arguments)
-  along = jax.tree.map(lambda g, way: np.sum(g * way), gradients, ways)
+  along = jax.tree.map(lambda g, way: np.sum(g * way), [*gradients], ways)
   expected_slope = slope(expected, arguments, ways)
   np.testing.assert_allclose(
     sum(jax.tree.leaves(along)), expected_slope, rtol=rtol
@@ -234,23 +234,10 @@ def score(h):
   return (np.sin(1.0 + position) * h + 0.1 * h * h).sum()
 
 
-def gradient(function, *trees):
-  """Of a scalar in NumPy, one coordinate after the other, all digits right.
-
-  A step along the imaginary axis has no difference that could cancel.
-  """
-  leaves, structure = jax.tree.flatten(trees)
-  leaves = [np.asarray(leaf, np.complex128) for leaf in leaves]
-  found = []
-  for i, leaf in enumerate(leaves):
-    slope = np.zeros(leaf.shape)
-    for at in np.ndindex(leaf.shape):
-      moved = leaf.copy()
-      moved[at] += 1e-30j
-      changed = [*leaves[:i], moved, *leaves[i + 1 :]]
-      slope[at] = function(*jax.tree.unflatten(structure, changed)).imag / 1e-30
-    found.append(slope)
-  return jax.tree.unflatten(structure, found)
+def outputs(num_sublayers, seed=2):
+  """Random v_0, ..., v_L [2, 3, D]."""
+  rng = np.random.default_rng(seed)
+  return list(rng.standard_normal((num_sublayers + 1, 2, 3, WIDTH)))
 
 
 @jax.jit

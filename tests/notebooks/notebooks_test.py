@@ -30,8 +30,3 @@ def test_ipynb_holds_outputs_and_opens_in_colab(path):
   # Colab shows the first cell as a form, folded under its title.
   assert code[0].metadata["cellView"] == "form"
   assert code[0].source.startswith("#@title")
-
-
-def test_there_are_notebooks():
-  names = {path.stem for path in execute.pairs()}
-  assert {"quickstart", "depth_attention", "own_scheme"} <= names

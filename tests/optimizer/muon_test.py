@@ -13,8 +13,6 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.optimizer import muon
 
-SHAPES = ((16, 64), (64, 16), (32, 128), (48, 48))
-
 
 def _gaussian(*shape, seed=0):
   return np.random.default_rng(seed).standard_normal(shape)
@@ -40,17 +38,6 @@ def _rms(x):
 
 
 class TestOrthogonalise:
-  @pytest.mark.parametrize("shape", SHAPES)
-  @pytest.mark.parametrize("iterations", [1, 5])
-  def test_against_definition(self, shape, iterations):
-    g = _gaussian(*shape)
-    found = _orthogonalise(g, iterations)
-    expected = _definition(g, iterations)
-    # bfloat16 rounds by up to 2^-8, and each iteration amplifies it.
-    assert _rms(found - expected) < 0.04 * _rms(expected)
-    # More than rounding would differ without the iteration.
-    assert _rms(g / np.linalg.norm(g) - expected) > 0.2 * _rms(expected)
-
   def test_size_of_the_gradient_does_not_matter(self):
     g = _gaussian(8, 32)
     expected = _orthogonalise(g)

@@ -141,26 +141,19 @@ def test_settled_steps_are_those_that_length_does_not_change(name):
   assert same[:count].all() and not same[count:].any()
 
 
-class TestErrors:
-  def test_warmup_longer_than_the_run(self):
-    message = r"optim\.warmup_steps: got 7, .*fewer than train\.steps=7"
-    with pytest.raises(config_lib.ConfigError, match=message):
-      schedules.make_schedule(_config(warmup_steps=7), 7)
-
-  def test_warmup_reaches_into_the_decay(self):
-    message = r"optim\.warmup_steps: got 76, expected at most 75, where the dec"
-    with pytest.raises(config_lib.ConfigError, match=message):
-      schedules.make_schedule(_config(warmup_steps=76, **WSD), 100)
-
-  @pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
-  def test_unknown_shape_whether_it_is_used_or_not(self, name):
-    message = r"optim\.decay_shape: got 'cosin', .* \(did you mean 'cosine'"
-    config = _config(decay_shape="cosin", schedule=name, warmup_steps=0)
-    with pytest.raises(config_lib.ConfigError, match=message):
-      schedules.make_schedule(config, 100)
-
-  @pytest.mark.parametrize("value", [-0.1, 1.1])
-  def test_decay_fraction(self, value):
-    message = rf"optim\.decay_fraction: got {value}, expected a number from 0"
-    with pytest.raises(config_lib.ConfigError, match=message):
-      _config(decay_fraction=value)
+@pytest.mark.parametrize(
+  "steps,fields,message",
+  [
+    (7, dict(warmup_steps=7), "warmup_steps: got 7, .*than train.steps=7"),
+    # Where the decay begins.
+    (100, WSD | dict(warmup_steps=76), "warmup_steps: got 76, .* at most 75"),
+    # Whether it is used or not.
+    *(
+      (100, dict(decay_shape="cosin", schedule=name), "decay_shape: got 'cos")
+      for name in sorted(schedules.SCHEDULES)
+    ),
+  ],
+)
+def test_errors(steps, fields, message):
+  with pytest.raises(config_lib.ConfigError, match=rf"optim\.{message}"):
+    schedules.make_schedule(_config(**dict(warmup_steps=0) | fields), steps)

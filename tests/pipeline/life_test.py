@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from attnres_jax.pipeline import __main__ as command
-from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import life
 from attnres_jax.pipeline import schedule as schedule_lib
@@ -66,24 +65,6 @@ def test_every_block_is_there_when_it_is_read(shape, rule):
       assert _names(finds, "b").keys() == {*layout.reads(chunk)}
     before = sends if sends != "-" else ""
   assert forward == layout.total_vectors(rule)
-
-
-def test_all_parts(capsys):
-  command.main(["--stage=2", "--microbatches=4", "--sublayers=8"])
-  text = capsys.readouterr().out
-  plan = _schedule(2, 2, 4, 8, 4)
-  assert text.startswith(drawing.schedule_text(plan))
-  assert drawing.transfers_text(plan.layout) in text
-  assert life.life_text(plan, 0) in text
-  peaks = plan.peaks(1)
-  row = f"{peaks.microbatches} {peaks.units} {peaks.blocks} {peaks.gradients}"
-  assert f"rank 1 {row}" in " ".join(text.split())
-  assert text.endswith(
-    f"{plan.num_ticks} ticks, bubble 12.5% with backward twice as long as"
-    " forward\n"
-  )
-  command.main(["--show", "life", "--microbatch=7", "--block_size=0"])
-  assert "F0.7" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_a_config_says_what_crosses_boundaries():

@@ -159,15 +159,3 @@ def test_one_rank_keeps_its_products_under_any_rule():
   # are b0 of microbatch 0, and b0, b1 and the new b2 of microbatch 1.
   for rule in ("cached", "minimum"):
     assert plan.peaks(0, rule=rule).blocks == 4
-
-
-@pytest.mark.parametrize(
-  "kind,arguments,message",
-  [
-    ("weights", {}, "kind: got 'weights', expected one of inputs, blocks"),
-    ("blocks", {"rule": "all"}, "rule: got 'all', expected one of naive, ca"),
-  ],
-)
-def test_bad_arguments_are_named(kind, arguments, message):
-  with pytest.raises(ValueError, match=f"^{message}"):
-    make((2, 2, 1), 2).slot_pool(kind, **arguments)

@@ -101,12 +101,6 @@ def test_draws_come_from_the_generator():
   assert samples[0] == samples[1] != samples[2]
 
 
-def test_sizes_and_seeds_are_resampled():
-  runs = planted(fit.PowerLaw(1.5, 0.06), np.random.default_rng(8), noise=0.01)
-  fits = fit.fit_schemes({"a": runs}, np.random.default_rng(9), num_samples=50)
-  assert np.std([law.exponent for law in fits["a"].samples]) > 1e-5
-
-
 def test_a_failed_run_is_left_out():
   law = fit.PowerLaw(1.5, 0.06)
   whole = planted(law, np.random.default_rng(10))

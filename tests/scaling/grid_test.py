@@ -57,15 +57,6 @@ def test_sweep_of_a_config_file(resolve):
   assert run.name.endswith(grid.config_hash(again))
 
 
-def test_arguments_and_fields(resolve):
-  sweep = grid.Sweep(resolve)
-  run = sweep.add(size="m", seed=1, **{"optim.peak_lr": 3e-4})
-  assert run.config["model"]["width"] == 64
-  assert run.config["seed"] == 1
-  assert run.config["optim"]["peak_lr"] == 3e-4
-  assert run.name.startswith("m-seed1-peak_lr0.0003-")
-
-
 def test_later_arguments_win(tmp_path):
   path = tmp_path / "scaling.py"
   path.write_text(CONFIG_FILE)
@@ -124,6 +115,9 @@ def test_the_same_config_twice_is_refused():
     ({"data.path": "gs://b/x y"}, "gs_b_x_y"),
     ({"data.path": ""}, "no_path"),
     ({"seed": -1}, "seed-1"),
+    # Everything once.
+    ({"seed": 1, "data.seed": 1}, "seed1"),
+    ({"seed": 1, "data.seed": 2}, "seed1-seed2"),
   ],
 )
 def test_slugs(overrides, slug):
@@ -177,8 +171,3 @@ def test_load_gives_a_sweep_its_argument(tmp_path):
   # The sweep may hand one on.
   path.write_text(path.read_text().replace("(**over", "(more=True, **over"))
   assert len(grid.load(f"{path}:more")) == 12
-
-
-def test_a_slug_names_everything_once():
-  assert grid.slug_of({"seed": 1, "data.seed": 1}) == "seed1"
-  assert grid.slug_of({"seed": 1, "data.seed": 2}) == "seed1-seed2"

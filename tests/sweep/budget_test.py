@@ -99,12 +99,6 @@ def test_what_fits_can_be_launched(tmp_path):
     budget.check(RUNS, prices(RUNS, tmp_path / "p.csv"), 0.1, "v5e-8")
 
 
-def test_the_pod_scale_is_planned_and_affordable():
-  price = prices(RUNS, tiny_run.ROOT / plans_lib.FILE)[0]
-  assert price.slice_name == "v5e-8" and not price.missing
-  assert 100 <= price.total <= 500
-
-
 def test_an_unknown_price_is_refused(tmp_path):
   one = plans_file(tmp_path / "one.csv", ("64m",))
   for name, words in ((None, "27 of 36"), ("v6e-8", "36 of 36 have none")):
@@ -142,22 +136,16 @@ def test_a_launch_needs_plans_for_its_slice(tmp_path, capsys):
   )  # fmt: skip
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command_refuses_what_costs_more(tmp_path, capsys):
   path = plans_file(tmp_path / "p.csv")
   argv = [
     "--dry_run", f"--config={SPEC}", f"--plans={path}", "--only=^64m",
-    f"--workdir={tmp_path / 'sweep'}",
+    f"--workdir={tmp_path / 'sweep'}", "--max_chip_hours=1",
     *(f"--config.{name}={value}" for name, value in TEXT.items()),
   ]  # fmt: skip
-  assert cli.main(scaling_law.EXPERIMENT, argv) == 0
-  shown = capsys.readouterr().out
-  assert "# cost of 9 runs: " in shown
-  assert re.search(rf"# v5e-8 +9 of 9 +{hours('64m'):.1f}\n", shown)
-  assert cli.main(scaling_law.EXPERIMENT, [*argv, "--max_chip_hours=1"]) == 2
+  assert cli.main(scaling_law.EXPERIMENT, argv) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith("error: --max_chip_hours: got 1.0, expected at least")
-  with pytest.raises(SystemExit):
-    cli.main(scaling_law.EXPERIMENT, ["status", "--max_chip_hours=1"])
 
 
 def test_workers_record_the_chips_that_they_hold(tmp_path, monkeypatch):

@@ -20,9 +20,9 @@ import xxhash
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import files
-from attnres_jax.common import trees
 from attnres_jax.train import checkpoint
 from attnres_jax.train import checksums
+from tests import tiny_network
 
 CONFIG = config_lib.CheckpointConfig(keep_last=10)
 
@@ -64,18 +64,6 @@ def _assert_equal(got, want):
   assert jax.tree.structure(got) == jax.tree.structure(want)
 
 
-def test_flat_names():
-  flat = trees.to_flat(_state(1))
-  assert sorted(flat) == [
-    "model/b",
-    "model/w",
-    "moments/0",
-    "moments/1",
-    "step",
-  ]
-  _assert_equal(trees.from_flat(_state(2), flat), _state(1))
-
-
 def test_round_trip(tmp_path):
   _save(tmp_path, [3, 5])
   restored = _restore(tmp_path)
@@ -94,6 +82,8 @@ def test_a_folder_whose_name_would_be_a_pattern(tmp_path, name):
 def test_nothing_saved(tmp_path):
   assert _restore(tmp_path) is None
   assert checkpoint.all_steps(tmp_path) == []
+  with pytest.raises(checkpoint.CheckpointError, match="no readable"):
+    checkpoint.load_model(tmp_path)
 
 
 def test_saved_arrays_may_be_donated(tmp_path):
@@ -111,24 +101,6 @@ def test_saved_arrays_may_be_donated(tmp_path):
     assert restored.step == step
     assert all((leaf == step).all() for leaf in jax.tree.leaves(restored.state))
     shutil.rmtree(tmp_path / "checkpoints" / str(step))
-
-
-def test_restores_onto_another_sharding(tmp_path):
-  _save(tmp_path, [1])
-  mesh = jax.make_mesh(
-    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-  )
-  rows = jax.NamedSharding(mesh, jax.P("data"))
-  everywhere = jax.NamedSharding(mesh, jax.P())
-  abstract = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=rows if x.shape[:1] == (64,) else everywhere
-    ),
-    _state(0),
-  )
-  state = checkpoint.restore_latest(tmp_path, abstract).state
-  assert state.model["w"].sharding == rows
-  _assert_equal(state, _state(1))
 
 
 def test_retention(tmp_path):
@@ -413,17 +385,8 @@ class _Run(NamedTuple):
   moments: jax.Array
 
 
-def _run_config():
-  config = config_lib.default_config()
-  config.model.update(
-    width=16, num_layers=2, num_heads=2, mlp_width=32, vocab_size=257
-  )
-  config.model.residual.num_blocks = 2
-  return config_lib.build_run_config(config)
-
-
 def test_load_model(tmp_path):
-  config = _run_config()
+  config = config_lib.RunConfig(model=tiny_network.config(vocab_size=257))
   trained = [models.build_model(config.model, seed=seed) for seed in (1, 2)]
   info = {"config": config_lib.to_dict(config)}
   with checkpoint.Saver(tmp_path, CONFIG) as saver:
@@ -435,9 +398,6 @@ def test_load_model(tmp_path):
   _assert_equal(checkpoint.load_model(tmp_path, step=0)[1], trained[0])
   with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of step"):
     checkpoint.load_model(tmp_path, step=7)
-  tokens_BT = jnp.arange(12).reshape(2, 6)
-  apply = jax.jit(lambda model: model(tokens_BT))
-  np.testing.assert_array_equal(apply(loaded), apply(trained[1]))
 
 
 def test_arrays_that_cannot_be_listed_name_the_damaged_file(tmp_path):
@@ -448,11 +408,6 @@ def test_arrays_that_cannot_be_listed_name_the_damaged_file(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match=reason):
       checkpoint.describe(tmp_path, 1)
     (folder / "checksums.json").unlink(missing_ok=True)
-
-
-def test_load_model_without_checkpoints(tmp_path):
-  with pytest.raises(checkpoint.CheckpointError, match="no readable"):
-    checkpoint.load_model(tmp_path)
 
 
 def test_failed_save_is_not_swallowed(tmp_path, monkeypatch):

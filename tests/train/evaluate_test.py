@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation sums over a fixed set of tokens."""
 
+import inspect
 import math
 
 import jax
@@ -21,26 +22,11 @@ class _Dataset:
   num_rows = 12
 
   def __init__(self, batches):
-    self._batches = batches
-    self.closed = 0
+    self._batches, self.opened = batches, []
 
   def batches(self):
-    dataset = self
-
-    class Batches:
-      def __init__(self):
-        self._iterator = iter(dataset._batches)
-
-      def __iter__(self):
-        return self
-
-      def __next__(self):
-        return next(self._iterator)
-
-      def close(self):
-        dataset.closed += 1
-
-    return Batches()
+    self.opened.append(batch for batch in self._batches)
+    return self.opened[-1]
 
 
 def _evaluator(batches, separator_id=SEPARATOR, count=3):
@@ -82,7 +68,8 @@ def test_sums_over_the_first_batches_every_time():
       scale * used.sum() / math.log(2) / (used != SEPARATOR).sum(),
       rtol=1e-6,
     )
-  assert dataset.closed == 1
+  (opened,) = dataset.opened
+  assert inspect.getgeneratorstate(opened) == inspect.GEN_CLOSED
 
 
 def test_processes_with_the_same_rows_count_their_bytes_once(monkeypatch):

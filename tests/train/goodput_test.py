@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounting of time, on rows with known sums."""
 
-import dataclasses
-
 import pytest
 
 from attnres_jax.train import goodput
@@ -71,14 +69,6 @@ def test_what_a_kill_undoes():
   assert goodput.lost([], 0) == (0, 0.0)
   # If more was saved than logged, nothing is lost.
   assert goodput.lost(FIRST, 33) == (0, 0.0)
-
-
-def test_sum_over_runs():
-  one = goodput.of_rows(FIRST)
-  twice = one + one
-  for name, value in dataclasses.asdict(one).items():
-    assert getattr(twice, name) == 2 * value
-  assert goodput.Goodput() + one == one
 
 
 def test_an_attempt_that_was_killed_while_it_compiled():

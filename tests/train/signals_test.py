@@ -39,15 +39,10 @@ assert threading.active_count() == 1 or "work" not in sys.argv
 """
 
 
-@pytest.mark.parametrize(
-  "kind, mode",
-  # One table has them all.
-  [(signal.SIGTERM, "c"), (signal.SIGINT, "c"), (signal.SIGINT, "python"),
-   (signal.SIGHUP, "work"), (signal.SIGUSR1, "work")],
-)  # fmt: skip
-def test_before_work_a_signal_ends_the_process(kind, mode):
+def _signalled(program, kind, mode):
+  """The status and the output of a program that gets a signal."""
   process = subprocess.Popen(
-    [sys.executable, "-c", _PROGRAM, mode],
+    [sys.executable, "-c", program, mode],
     stdout=subprocess.PIPE,
     text=True,
     env=tiny_run.environment(),
@@ -58,24 +53,25 @@ def test_before_work_a_signal_ends_the_process(kind, mode):
     out, _ = process.communicate(timeout=10)
   finally:
     process.kill()
-  if mode == "work":
-    assert process.returncode == 0 and out == f"received {kind.name}\n"
-  else:
-    assert process.returncode == 7 and out == "left\n"
+  return process.returncode, out
+
+
+@pytest.mark.parametrize(
+  "kind, mode",
+  # One table has them all.
+  [(signal.SIGTERM, "c"), (signal.SIGINT, "c"), (signal.SIGINT, "python"),
+   (signal.SIGHUP, "work"), (signal.SIGUSR1, "work")],
+)  # fmt: skip
+def test_before_work_a_signal_ends_the_process(kind, mode):
+  found = _signalled(_PROGRAM, kind, mode)
+  expected = (0, f"received {kind.name}\n") if mode == "work" else (7, "left\n")
+  assert found == expected
 
 
 def test_what_nohup_ignores_stays_ignored():
   program = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-  process = subprocess.Popen(
-    [sys.executable, "-c", program + _PROGRAM, "work"],
-    stdout=subprocess.PIPE,
-    text=True,
-    env=tiny_run.environment(),
-  )
-  assert process.stdout.readline() == "ready\n"
-  process.send_signal(signal.SIGHUP)
-  out, _ = process.communicate(timeout=20)
-  assert process.returncode == 0 and out == "received None\n"
+  found = _signalled(program + _PROGRAM, signal.SIGHUP, "work")
+  assert found == (0, "received None\n")
 
 
 @pytest.mark.parametrize("first", [0, 1, 300])

@@ -16,7 +16,7 @@ class _Rows:
   """A sink, and a clock that the test moves."""
 
   def __init__(self):
-    self.rows, self.now, self.fetched = [], 0.0, []
+    self.rows, self.now = [], 0.0
 
   def write(self, row):
     self.rows.append(row)
@@ -28,7 +28,7 @@ class _Rows:
     pass
 
 
-def _metrics(step, finite=True, **changes):
+def _metrics(finite=True, **changes):
   return {
     "loss": 1.0,
     "z": 0.0,
@@ -37,7 +37,6 @@ def _metrics(step, finite=True, **changes):
     "tokens": 100.0,
     "skipped": 0,
     "finite": finite,
-    "id": step,
   } | changes
 
 
@@ -51,7 +50,6 @@ def make():
     )
 
     def fetch(metrics):
-      sink.fetched.append(metrics["id"])
       sink.now += 2.0  # The device takes two seconds for every step.
       return metrics
 
@@ -68,17 +66,6 @@ def make():
     return log, sink
 
   return make
-
-
-def test_fetched_after_the_next_dispatch(make):
-  log, sink = make()
-  log.add(1, _metrics(1))
-  assert sink.fetched == [] and sink.rows == []
-  log.add(2, _metrics(2))
-  assert sink.fetched == [1] and [row["step"] for row in sink.rows] == [1]
-  latest = log.drain()
-  assert sink.fetched == [1, 2] and latest["id"] == 2
-  assert log.drain() is latest and sink.fetched == [1, 2]
 
 
 def test_training_loop_dispatches_before_it_fetches(tmp_path, monkeypatch):
@@ -111,9 +98,9 @@ def test_times(make):
   for step in range(1, 4):
     with log.waiting_for_data():
       sink.now += 0.5
-    log.add(step, _metrics(step))
+    log.add(step, _metrics())
   log.drain()
-  log.add(4, _metrics(4))
+  log.add(4, _metrics())
   log.drain()
   first, second = sink.rows
   # Waits of steps 1-3 lie before the fetch of step 2, two seconds per step.
@@ -128,7 +115,7 @@ def test_times(make):
 def test_the_last_step_has_a_row(make):
   log, sink = make(log_every=2, steps=3)
   for step in range(1, 4):
-    log.add(step, _metrics(step))
+    log.add(step, _metrics())
   log.drain()
   assert [row["step"] for row in sink.rows] == [2, 3]
   assert [row["step_seconds"] for row in sink.rows] == [2.0, 2.0]
@@ -136,11 +123,11 @@ def test_the_last_step_has_a_row(make):
 
 def test_pauses_do_not_count(make):
   log, sink = make()
-  log.add(1, _metrics(1))
+  log.add(1, _metrics())
   log.drain()
   with log.paused():
     sink.now += 100.0
-  log.add(2, _metrics(2))
+  log.add(2, _metrics())
   log.drain()
   assert [row["step_seconds"] for row in sink.rows] == [2.0, 2.0]
 
@@ -158,25 +145,16 @@ def test_pauses_do_not_count(make):
 )
 def test_not_finite_names_the_metric(make, changes, cause):
   log, sink = make()
-  log.add(1, _metrics(1))
-  log.add(2, _metrics(2, finite=False, **changes))
+  log.add(1, _metrics())
+  log.add(2, _metrics(finite=False, **changes))
   with pytest.raises(step_log.NonFiniteError) as error:
-    log.add(3, _metrics(3))
+    log.add(3, _metrics())
   assert str(error.value) == f"step 2: {cause}" and error.value.step == 2
   assert sink.rows[-1]["event"] == "not finite"
 
 
 def test_not_finite_is_found_between_rows_too(make):
   log, _ = make(log_every=10)
-  log.add(1, _metrics(1, finite=False, loss=np.nan))
+  log.add(1, _metrics(finite=False, loss=np.nan))
   with pytest.raises(step_log.NonFiniteError):
     log.drain()
-
-
-def test_skipping_continues(make):
-  log, sink = make(on_nan="skip")
-  log.add(1, _metrics(1, finite=False, loss=np.nan))
-  log.add(2, _metrics(2))
-  log.drain()
-  assert [row["split"] for row in sink.rows] == ["event", "train", "train"]
-  assert sink.rows[0]["policy"] == "skip"

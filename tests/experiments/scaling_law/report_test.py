@@ -92,7 +92,11 @@ def test_goodput_sums_runs(laptop):
   assert total[-1] == "0:50:00"
 
 
-def test_unfinished_sweep_reloads_itself(laptop):
+def test_unfinished_sweep_reloads_itself(laptop, monkeypatch):
+  """And starts no device."""
+  monkeypatch.setattr(
+    jax, "devices", lambda *_: pytest.fail("asks for devices")
+  )
   folder, runs = laptop
   text = _page(folder)
   assert "0/39 done" in text and 'http-equiv="refresh"' in text
@@ -106,25 +110,6 @@ def test_unfinished_sweep_reloads_itself(laptop):
   fits = report.fits(monitor.rows(monitor.of_folder(folder)), "6nd")[1]
   assert set(fits) == {"prenorm", "block_attnres"}
   assert text.startswith("<!DOCTYPE html>")
-
-
-def test_learning_rates(tmp_path):
-  spec = f"{SPEC}:scale=laptop_lr"
-  folder = tmp_path / "rates"
-  runs = folder_lib.prepare(folder, grid.load(spec), spec)
-  for run in runs[:-1]:
-    _leave(folder, run)
-  text = _page(folder)
-  assert "<h1>Learning rates</h1>" in text and "79/80 done" in text
-  # The losses above grow with the rate.
-  every, best, laws = report.learning_rates(
-    monitor.rows(monitor.of_folder(folder))
-  ).split("\n\n")[:3]
-  lines = [line.split(" | ") for line in every.splitlines()[2:]]
-  assert len(lines) == 8 and all(line[2].startswith("**") for line in lines)
-  minus = "\N{MINUS SIGN}"
-  assert best.count(f"at 0.003 ({minus}0.0100 ± 0.0000)") == 4
-  assert laws.count("| + attention |") == 2
 
 
 def test_schemes_at_different_rates_are_pairs():
@@ -144,14 +129,6 @@ def test_schemes_at_different_rates_are_pairs():
   text = report.laws(chosen).markdown()
   # By the laws, and over all pairs.
   assert text.count("| 1.25 [1.25, 1.25] | 1.25 [1.25, 1.25] |") == 3
-
-
-def test_no_device_is_started(laptop, monkeypatch):
-  folder, _ = laptop
-  monkeypatch.setattr(
-    jax, "devices", lambda *_: pytest.fail("asks for devices")
-  )
-  _page(folder)
 
 
 def test_laptop_sweep_is_what_it_says():

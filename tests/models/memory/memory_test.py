@@ -18,20 +18,14 @@ from attnres_jax.models import memory
 from attnres_jax.models import trunk
 from attnres_jax.models.mixers import causal_attention
 from tests import jaxprs
+from tests import tiny_network
 from tests.models import reference
 
 NAMES = tuple(memory.DEPTH_MEMORY)
-CONFIG = config_lib.ModelConfig(
-  vocab_size=12,
-  width=8,
-  num_layers=4,
-  num_heads=4,
-  num_kv_heads=2,
-  mlp_width=12,
-  init_std=0.4,
-  rope_theta=100.0,
-  residual=config_lib.ResidualConfig(name="prenorm", block_size=3),
-)
+CONFIG = tiny_network.config(
+  "prenorm", vocab_size=12, width=8, num_layers=4, num_heads=4, num_kv_heads=2,
+  init_std=0.4, rope_theta=100.0,
+)  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, 12, (2, 5), dtype=np.int32)
 
 
@@ -258,10 +252,8 @@ def test_shared_values_have_one_norm():
   assert core.key_norm.gain.shape == (4, 2)
 
 
-KDA = config_lib.KdaConfig(head_width=4, gate_rank=4, chunk_size=4)
-MLA = config_lib.MlaConfig(
-  latent_rank=6, nope_width=4, shared_width=2, value_width=3
-)
+# Options of mixers.
+KDA, MLA = tiny_network.KINDS["kda"], tiny_network.KINDS["mla"]
 
 
 def test_each_kind_has_its_first_values():
@@ -330,20 +322,7 @@ def test_cost(name):
   network = jax.eval_shape(lambda: models.build_model(config))
   count = sum(a.size for a in jax.tree.leaves(network))
   assert parameters.total(parameters.of_parts(config)).total == count
-  D, KH, L, plain = 8, 2 * 2, 4, _config("none")
-  extra = count - parameters.total(parameters.of_parts(plain)).total
-  assert (
-    extra
-    == {
-      "none": 0,
-      "value_residual": 0,
-      "value_residual_learned": 2 * (L - 1),
-      "svformer": -(L - 1) * D * KH,
-      "depth_attention": 0,
-      "moda": 2 * (L - 1) * D * KH,
-    }[name]
-  )
-  length = 6
+  D, KH, L, length, plain = 8, 2 * 2, 4, 6, _config("none")
   found, base = (flops.flops_per_token(c, length) for c in (config, plain))
   # MoDA: each of 4 mixers and 4 heads attends to its 2n earlier sublayers.
   columns = 4 * 2 * sum(2 * n for n in range(L))

@@ -182,15 +182,6 @@ def test_what_is_lowered(packed):
   assert "custom_call" not in elsewhere and "splash" not in elsewhere
 
 
-def test_float64_stays_plain():
-  with jax.enable_x64(True):
-    arrays = _inputs(6, 2, 2, 24, 16, "float64")
-    found = _all("auto", None, *arrays)
-    expected = _all("tiled", None, *arrays)
-  for a, b in zip(found, expected):
-    np.testing.assert_array_equal(a, b)
-
-
 def test_blocks_pad_by_an_eighth_at_most():
   for length in (128, 300, 1025, 1536, 3968, 4097, 8192):
     block = causal_attention.block_sizes(length).block_q

@@ -15,12 +15,6 @@ BLOCKS = ("delta_block", "delta_mh", "delta_mh_alternating")
 ALL = ("delta_attnres", *BLOCKS)
 
 
-def _values(seed=2, num_sublayers=6):
-  rng = np.random.default_rng(seed)
-  values = rng.standard_normal((num_sublayers + 1, 1, 2, trunks.WIDTH))
-  return list(jnp.asarray(values))
-
-
 def _module(name, form="two_phase", gate="own", **options):
   heads = 2 if name.startswith("delta_mh") else 0
   options = dict(heads=heads) | options
@@ -101,7 +95,7 @@ def _expected(name, module, values, gate="own"):
   ],
 )
 def test_reads_are_the_definition(name, gate, options):
-  values = _values()
+  values = trunks.outputs(6)
   for form in FORMS:
     module = _module(name, form, gate, **options)
     assert module.two_phase == (form == "two_phase")
@@ -170,19 +164,3 @@ def test_gates_start_where_they_should():
     alpha = np.asarray(scheme.gates(0, 4))
     np.testing.assert_array_equal(alpha[0], 0)
     np.testing.assert_allclose(alpha[1:], 0.11920292, rtol=1e-6)
-
-
-def test_another_null_source_is_refused():
-  with pytest.raises(config_lib.ConfigError, match="null: got .zero.,"):
-    _network("delta_mh", read=config_lib.DepthReadConfig(null="zero"))
-
-
-def test_a_gate_and_a_loop_that_a_scheme_lacks_are_refused():
-  for field, value, own in (
-    ("gate", "zero", "'own'"), ("rank", 32, "0 with"), ("streams", 2, "4 with"),
-  ):  # fmt: skip
-    message = f"residual.{field}: got {value!r}, expected {own}"
-    with pytest.raises(config_lib.ConfigError, match=message):
-      _network("block_attnres", **{field: value})
-  with pytest.raises(config_lib.ConfigError, match="depth_loop.*DeltaAttnRes"):
-    _network("delta_attnres", num_layers=8, depth_loop="scan")(TOKENS)

@@ -50,22 +50,13 @@ DEFINITIONS = {
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
-def test_definition(name):
+def test_is_its_definition_with_its_gradients(name):
+  def definition(module, sublayers, embedding):
+    weight, start = np.asarray(module.weight[...]), np.asarray(embedding)
+    return DEFINITIONS[name](sublayers, weight, start)
+
   count = 8 if name.startswith("dwa") else 3
-  layers, embedding = trunks.toy(count)
-  scheme = trunks.scheme(name, count)
-  value, (_, by_scheme, _) = trunks.value_and_grad(layers, scheme, embedding)
-  sublayers = trunks.functions(layers, count)
-
-  def expected(weight):
-    return trunks.score(
-      DEFINITIONS[name](sublayers, weight, np.asarray(embedding))
-    )
-
-  weight = np.asarray(scheme.weight)
-  np.testing.assert_allclose(value, expected(weight), rtol=1e-12)
-  (gradient,) = trunks.gradient(expected, weight)
-  np.testing.assert_allclose(by_scheme.weight, gradient, atol=1e-10)
+  trunks.check_gradients(name, definition, count)
 
 
 @pytest.mark.parametrize("name", ["dwa_2x2", "mudd"])

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of depth reads against loops over heads and sources."""
 
-from flax import nnx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax.models import residuals
 from attnres_jax.models.residuals import base
+from tests import tiny_network
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -23,11 +21,6 @@ def _scheme(name, form="one_softmax", spread=1.0, **options):
     name, 3, form=form, schedule_size=2, scale=spread,
     block_size=2 if name == "block_attnres" else 0, read=Read(**options),
   )  # fmt: skip
-
-
-def _values(seed=2):
-  rng = np.random.default_rng(seed)
-  return list(jnp.asarray(rng.standard_normal((4, 1, 2, trunks.WIDTH))))
 
 
 def _sources(name, values, l):
@@ -110,7 +103,7 @@ CASES = [
 
 @pytest.mark.parametrize("name,options", CASES, ids=str)
 def test_reads_and_weights_are_the_definition(name, options):
-  values, found = _values(), []
+  values, found = trunks.outputs(3), []
   forms = FORMS if Read(**options).batched else FORMS[1:]
   modules = [_scheme(name, form, **options) for form in forms]
   assert [m.two_phase for m in modules] == [
@@ -155,64 +148,12 @@ def test_gradients_of_two_phases_are_those_of_the_definition(name, options):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * scale)
 
 
-def test_parameters_and_their_start():
-  def shapes(num_layers=2, width=8, **options):
-    config = config_lib.ModelConfig(
-      num_layers=num_layers,
-      width=width,
-      residual=config_lib.ResidualConfig(block_size=2, read=Read(**options)),
-    )
-    queries = residuals.build_residual(config, rngs=nnx.Rngs(params=0)).queries
-    return {
-      name: (value[...].shape, float(np.std(value[...])))
-      for name, value in vars(queries).items()
-      if isinstance(value, nnx.Param)
-    }
-
-  assert shapes() == dict(query=((5, 8), 0), gain=((5, 8), 0))
-  assert shapes(heads=4) == shapes()
-  assert shapes(rank=3) == dict(query=((5, 3), 0))
-  assert shapes(query="static") == dict(query=((5, 3), 0))
-  assert shapes(key_norm=False) == dict(query=((5, 8), 0))
-  assert shapes(query="input")["query"] == ((5, 8, 8), 0)
-  assert shapes(value_query=True)["value_query"] == ((2, 8), 0)
-  assert shapes(null="learned")["null"] == ((5, 8), 0)
-  assert shapes(null="zero") == shapes()
-  (_, spread) = shapes(query_init=0.02, width=64)["query"]
-  assert 0.017 < spread < 0.023
-
-
-@pytest.mark.parametrize(
-  "options,message",
-  [
-    (dict(heads=3), "heads: got 3, expected a divisor of model.width=8"),
-    (dict(rank=9), "rank: got 9, expected at most model.width=8"),
-    (dict(rank=2, heads=2), "heads: got 2, expected 1 with query='static' or"),
-    (dict(query="static", heads=2), "heads: got 2"),
-    (dict(query="static", key_norm=False), "key_norm: got False"),
-    (dict(query="static", rank=2), "rank: got 2"),
-    (
-      dict(query="static", null="learned"),
-      "null: got 'learned'",
-    ),
-    (dict(score="sigmoid", null="zero"), "null: got 'zero', expected 'none' w"),
-    (dict(query="input", value_query=True), "value_query: got True"),
-  ],
-)
-def test_bad_options_are_named(options, message):
-  with pytest.raises(config_lib.ConfigError) as caught:
-    config = config_lib.ModelConfig(
-      width=8,
-      num_layers=2,
-      residual=config_lib.ResidualConfig(block_size=2, read=Read(**options)),
-    )
-    residuals.abstract_residual(config)
-  assert f"config.model.residual.read.{message}" in str(caught.value)
-
-
-def test_other_schemes_refuse_options():
-  config = config_lib.ModelConfig(
-    residual=config_lib.ResidualConfig(name="prenorm", read=Read(heads=2))
-  )
-  with pytest.raises(config_lib.ConfigError, match="heads: got 2.*prenorm"):
-    residuals.abstract_residual(config)
+def test_queries_and_null_sources_start_at_zero():
+  options = dict(value_query=True, null="learned")
+  for init, low, high in ((0.0, 0.0, 0.0), (0.02, 0.017, 0.023)):
+    read = Read(query_init=init, **options)
+    queries = tiny_network.model(width=64, read=read).residual.queries
+    np.testing.assert_array_equal(queries.gain[...], 1)
+    np.testing.assert_array_equal(queries.null[...], 0)
+    for query in (queries.query, queries.value_query):
+      assert low <= np.std(query[...]) <= high

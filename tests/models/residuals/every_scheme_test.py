@@ -221,6 +221,61 @@ def test_numbers_of_parameters_and_states(name):
     assert sum(a.size for a in jax.tree.leaves(state)) == vectors * 32
 
 
+NARROW = dict(stream_dtype="bfloat16")
+# Fields of a residual that a scheme cannot use, and how the error begins.
+REFUSED = [
+  ("block_attnres", dict(num_blocks=0), "block_size: got 0, expected sublaye"),
+  ("block_attnres", dict(gate="zero"), "gate: got 'zero', expected 'own'"),
+  ("block_attnres", dict(rank=32), "rank: got 32, expected 0 with"),
+  ("block_attnres", dict(streams=2), "streams: got 2, expected 4 with"),
+  ("multi_gate_competitive", dict(streams=14), "streams: got 14"),
+  ("mhc_lite", dict(streams=7), "streams: got 7"),
+  ("krom_hc", dict(streams=6), "streams: got 6"),
+  ("shc", dict(streams=2), "streams: got 2"),
+  ("ohc", dict(streams=3), "streams: got 3"),
+  ("xhc", dict(streams=16), "streams: got 16"),
+  *(
+    (name, NARROW, "stream_dtype: got 'bfloat16'.*'float32' with")
+    for name in ("prenorm", "xhc", "multi_gate")
+  ),
+]
+# The same for `residual.read`.
+REFUSED_READS = [
+  ("block_attnres", dict(heads=3), "heads: got 3, expected a divisor of"),
+  ("block_attnres", dict(rank=17), "rank: got 17, expected at most model.wid"),
+  ("block_attnres", dict(rank=2, heads=2), "heads: got 2, expected 1 with"),
+  ("block_attnres", dict(query="static", heads=2), "heads: got 2"),
+  ("block_attnres", dict(query="static", key_norm=False), "key_norm: got Fals"),
+  ("block_attnres", dict(query="static", rank=2), "rank: got 2"),
+  ("block_attnres", dict(query="static", null="learned"), "null: got 'learne"),
+  ("block_attnres", dict(score="sigmoid", null="zero"), "null: got 'zero', ex"),
+  ("block_attnres", dict(query="input", value_query=True), "value_query: got"),
+  ("prenorm", dict(heads=2), "heads: got 2.*prenorm"),
+  ("delta_mh", dict(null="zero"), "null: got 'zero',"),
+  ("haares", dict(null="zero"), "null: got"),
+  ("haares", dict(window=2), "window: got"),
+  ("haares", dict(query="static"), "query: got"),
+]
+
+
+@pytest.mark.parametrize(
+  "name,fields,message",
+  [
+    *REFUSED,
+    *(
+      (name, dict(read=read), rf"read\.{message}")
+      for name, read, message in REFUSED_READS
+    ),
+  ],
+)
+def test_fields_that_a_scheme_cannot_use(name, fields, message):
+  start = rf"^config\.model\.residual\.{message}"
+  with pytest.raises(config_lib.ConfigError, match=start):
+    if "read" in fields:
+      fields = dict(read=config_lib.DepthReadConfig(**fields["read"]))
+    residuals.abstract_residual(tiny_network.config(name, **fields))
+
+
 def test_names_and_families():
   assert sum(residuals.families().values(), []) == list(residuals.RESIDUALS)
   config = tiny_network.config("hyper_conections")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax.models import residuals
+from tests import tiny_network
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -22,11 +22,6 @@ def _module(**options):
   drawn = np.random.default_rng(3).standard_normal(LAST + 1)
   module.bias = nnx.Param(jnp.asarray(drawn))
   return module
-
-
-def _values(seed=2):
-  rng = np.random.default_rng(seed)
-  return list(rng.standard_normal((LAST + 1, 2, 3, trunks.WIDTH)))
 
 
 def _read(module, values, l):
@@ -59,14 +54,14 @@ def _read(module, values, l):
 
 @pytest.mark.parametrize("heads", [1, 3])
 def test_reads_are_the_definition(heads):
-  module, values = _module(heads=heads), _values()
+  module, values = _module(heads=heads), trunks.outputs(LAST)
   for l, h in enumerate(trunks.reads(module, values)):
     np.testing.assert_allclose(h, _read(module, values, l), atol=1e-12)
 
 
 def test_ratios_have_no_gradient():
   """The gradient of a detail equals a fixed multiple of the difference's."""
-  module, values = _module(), _values()
+  module, values = _module(), trunks.outputs(LAST)
 
   def detail(y_BTD):
     carry, slots = module.open(module.init(values[0]), 0, 3)
@@ -83,7 +78,7 @@ def test_ratios_have_no_gradient():
 
 
 def test_labels_weights_and_start():
-  module, values = _module(), _values()
+  module, values = _module(), trunks.outputs(LAST)
   weights, labels = module.depth_weights(values), module.source_labels()
   assert labels[4] == (
     "embedding", "block 1", "detail 1", "block 2", "detail 2",
@@ -91,17 +86,5 @@ def test_labels_weights_and_start():
   for weight, names in zip(weights, labels, strict=True):
     assert len(weight) == len(names)
     np.testing.assert_allclose(np.sum(weight, axis=0), 1, atol=1e-12)
-  config = config_lib.ModelConfig(
-    width=8,
-    num_layers=2,
-    residual=config_lib.ResidualConfig(name="haares", block_size=2),
-  )
-  fresh = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
+  fresh = tiny_network.model("haares").residual
   np.testing.assert_array_equal(fresh.bias[...], np.full(5, -4.0, np.float32))
-
-
-def test_options_without_a_meaning_are_refused():
-  for options in (dict(null="zero"), dict(window=2), dict(query="static")):
-    (name,) = options
-    with pytest.raises(config_lib.ConfigError, match=f"read.{name}: got"):
-      _module(**options)

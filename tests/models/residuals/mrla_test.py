@@ -125,17 +125,13 @@ def test_definition(name):
   np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
 
 
-def test_sizes():
-  scheme = trunks.scheme("mrla_light", 6)
-  D = trunks.WIDTH
-  assert sum(a.size for a in jax.tree.leaves(scheme)) == 3 * (1 + 1 + 3 * D + D)
-  assert scheme.projections.head_width == HEAD
-  # Taps of the filter over channels, by width: int((log2 D + 1) / 2) or the
-  # next odd number.
-  for width, taps in ((6, 1), (64, 3), (128, 5), (1024, 5), (2048, 7)):
-    with jax.enable_x64(False):
-      module = jax.eval_shape(
-        lambda width=width: mrla.Projections(1, width, nnx.Rngs(params=0))
-      )
-    assert module.query.shape == (1, taps)
-    assert module.value.shape == (1, 3, width)
+@pytest.mark.parametrize(
+  "width,taps", [(6, 1), (64, 3), (128, 5), (1024, 5), (2048, 7)]
+)
+def test_taps_over_channels(width, taps):
+  """int((log2 D + 1) / 2), or the next odd number."""
+  with jax.enable_x64(False):
+    module = jax.eval_shape(
+      lambda: mrla.Projections(1, width, nnx.Rngs(params=0))
+    )
+  assert module.query.shape == (1, taps)

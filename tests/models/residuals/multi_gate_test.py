@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax.models import residuals
+from tests import tiny_network
 from tests.models import trunks
 
 NAMES = ("multi_gate", "multi_gate_competitive")
@@ -53,28 +53,11 @@ def test_is_its_definition_with_its_gradients(name):
   trunks.check_gradients(name, definition, 5, streams=3, scale=3.0)
 
 
-def _scheme(name, depth=8, **fields):
-  config = config_lib.ModelConfig(
-    width=4,
-    num_layers=depth // 2,
-    num_heads=1,
-    residual=config_lib.ResidualConfig(name=name, **fields),
-  )
-  return residuals.build_residual(config, rngs=None)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_gates_at_the_start(name):
-  scheme = _scheme(name, streams=3)
+  config = tiny_network.config(name, num_layers=4, streams=3)
+  scheme = residuals.build_residual(config, rngs=None)
   assert not np.any(scheme.gate_query[...])
   found = scheme.gates(jnp.zeros((3, 1, 1)), scheme.bias[0])
   gate = 1 / (1 + math.exp(3)) * math.sqrt(21 / 8)
   np.testing.assert_allclose(found, np.full((3, 1, 1), gate), rtol=1e-6)
-
-
-def test_too_many_competing_streams():
-  with pytest.raises(
-    config_lib.ConfigError, match="^config.model.residual.streams: got 14, exp"
-  ):
-    _scheme(NAMES[1], streams=14)
-  assert _scheme(NAMES[0], streams=14).num_streams == 14

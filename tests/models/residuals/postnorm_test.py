@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms within the stream against their equations."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
+from tests import tiny_network
 from tests.models import trunks
 
 ALPHA = {"postnorm": 1.0, "deepnorm": 5**0.25, "keel": 5.0}
@@ -48,45 +46,29 @@ def test_hybridnorm_is_its_definition(float64):
   [(12, 2.2134, 0.3195), (24, 2.6321, 0.2686), (100, 3.7606, 0.1880)],
 )
 def test_constants(blocks, alpha, beta):
-  config = config_lib.ModelConfig(
-    num_layers=blocks, residual=config_lib.ResidualConfig(name="deepnorm")
+  deepnorm, keel = (
+    residuals.abstract_residual(tiny_network.config(name, num_layers=blocks))
+    for name in ("deepnorm", "keel")
   )
-  scheme = residuals.abstract_residual(config)
-  assert round(scheme.alpha, 4) == alpha
-  assert round(scheme.beta, 4) == beta
-  config = dataclasses.replace(
-    config, residual=config_lib.ResidualConfig(name="keel")
-  )
-  assert residuals.abstract_residual(config).alpha == 2 * blocks
+  assert round(deepnorm.alpha, 4) == alpha
+  assert round(deepnorm.beta, 4) == beta
+  assert keel.alpha == 2 * blocks
 
 
 # Every kind of sublayer; a matrix or a part of one that DeepNorm scales.
-KINDS = config_lib.ModelConfig(
-  vocab_size=7,
-  width=8,
-  num_layers=3,
-  num_heads=2,
-  mlp_width=12,
-  mixers=("attention", "kda", "mla"),
-  kda=config_lib.KdaConfig(head_width=4, gate_rank=3),
-  mla=config_lib.MlaConfig(
-    latent_rank=6, nope_width=4, shared_width=2, value_width=5
-  ),
-  moe=config_lib.MoeConfig(
-    num_experts=4, top_k=2, expert_width=6, dense_layers=1
-  ),
+KINDS = tiny_network.KINDS | dict(
+  num_layers=3, mixers=("attention", "kda", "mla")
 )
 SCALED = {"value", "output", "gate", "up", "down"}
 
 
 def _model(name):
-  residual = config_lib.ResidualConfig(name=name)
-  return models.build_model(dataclasses.replace(KINDS, residual=residual))
+  return tiny_network.model(name, **KINDS)
 
 
 def test_deepnorm_scales_values_and_outputs():
-  assert set(KINDS.sublayer_kinds) == set(sublayer.CORES)
   plain, deep = _model("postnorm"), _model("deepnorm")
+  assert set(plain.config.sublayer_kinds) == set(sublayer.CORES)
   beta, met = deep.residual.beta, set()
   flat, _ = jax.tree_util.tree_flatten_with_path(plain.sublayers)
   for (path, a), b in zip(flat, jax.tree.leaves(deep.sublayers)):
@@ -94,7 +76,7 @@ def test_deepnorm_scales_values_and_outputs():
     *_, name, _ = where.split("/")
     factor = np.full(a.shape[-1], beta if name in SCALED else 1.0, "float32")
     if name == "expand":
-      factor[KINDS.mla.nope_width :] = beta
+      factor[plain.config.mla.nope_width :] = beta
     met |= {name} & SCALED
     np.testing.assert_allclose(
       b, np.asarray(a) * factor, rtol=1e-6, err_msg=where
@@ -116,9 +98,7 @@ def test_a_mixer_that_cannot_be_scaled_is_named(monkeypatch):
 
 def test_only_hybridnorm_switches_norms_of_mixers_on():
   for name, count in (("postnorm", 0), ("hybridnorm", 3)):
-    config = dataclasses.replace(
-      KINDS, residual=config_lib.ResidualConfig(name=name)
-    )
+    config = tiny_network.config(name, **KINDS)
     core = sublayer.abstract_core("attention", config)
     extra = len(jax.tree.leaves(core)) - 4
     assert extra == count

@@ -5,8 +5,8 @@ from flax import nnx
 import numpy as np
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax.models import residuals
+from tests import tiny_network
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -30,10 +30,6 @@ def test_starts():
   found = trunks.run(layers, module, embedding, scan=False)
   np.testing.assert_array_equal(found, embedding)
   for blocks, start in ((18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6)):
-    config = config_lib.ModelConfig(
-      width=8,
-      num_layers=blocks,
-      residual=config_lib.ResidualConfig(name="layerscale"),
-    )
+    config = tiny_network.config("layerscale", num_layers=blocks)
     module = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
     np.testing.assert_allclose(module.factor[...], start)

@@ -75,11 +75,6 @@ def test_job_set_has_the_fields_of_its_api(settings):
   assert context["privileged"] == (settings.get("privileged") != "false")
   assert ("tolerations" in pod) == (settings.get("spot") == "true")
 
-  wrong = dict(manifest, spec=dict(manifest["spec"], replicatedJob=[]))
-  model = jobset_v1alpha2_job_set.JobsetV1alpha2JobSet.from_dict(wrong)
-  assert model is not None
-  assert model.to_dict() != wrong
-
 
 def test_the_parts_of_the_queue_name_each_other():
   parsed = jobset.parse(options(slice="v5e:4x4", slices="2", queue="research"))
