@@ -41,7 +41,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import importlib.metadata
 import math
-import operator
 import sys
 import time
 from typing import Any
@@ -200,21 +199,10 @@ def _plan(options: argparse.Namespace) -> int:
   for config in configs:
     data.check(config, offline=True)
   devices = topology.devices(slice_name, options.num_slices)
-  todo: list[tuple[config_lib.RunConfig, Mapping[str, str] | None]]
-  todo = [(config, None) for config in configs]
-  if options.again or options.sweep:
-    # One of each step.
-    steps = {plans_lib.config_hash(config): config for config in configs}
-    todo = [
-      (config, plans_lib.find(config, devices, options.plans))
-      for config in steps.values()
-    ]
-    if options.again and not (options.sweep or todo[0][1]):
-      config_lib.fail_argument("--again", True, f"a plan in {options.plans}")
-    is_due = _is_old if options.again else operator.not_
-    todo = [one for one in todo if is_due(one[1])]
+  todo = _due(configs, options, devices)
   if not todo:
-    print(f"nothing to compile: {options.plans} has all plans")
+    has = "no older plans" if options.again else "all plans"
+    print(f"nothing to compile: {options.plans} has {has}")
   start, fits = time.monotonic(), []
   for number, (config, row) in enumerate(todo):
     if options.again or options.sweep:
@@ -228,6 +216,34 @@ def _plan(options: argparse.Namespace) -> int:
   return 0 if all(fits) else 1
 
 
+def _due(
+  configs: Sequence[config_lib.RunConfig],
+  options: argparse.Namespace,
+  devices: Sequence[Any],
+) -> list[tuple[config_lib.RunConfig, Mapping[str, str] | None]]:
+  """The configs to compile, one for each step, with the rows to remake."""
+  if not (options.again or options.sweep):
+    return [(config, None) for config in configs]
+  steps: dict[str, config_lib.RunConfig] = {}
+  for config in configs:
+    steps.setdefault(plans_lib.config_hash(config), config)
+  found = [
+    (config, plans_lib.find(config, devices, options.plans))
+    for config in steps.values()
+  ]
+  if not options.again:
+    return [(config, None) for config, row in found if row is None]
+  if not (options.sweep or found[0][1]):
+    config_lib.fail_argument("--again", True, f"a plan in {options.plans}")
+  # What other code or another compiler has made.
+  now = dict(commit=environment.commit(), jax=jax.__version__, libtpu=_libtpu())
+  return [
+    (config, row)
+    for config, row in found
+    if row and not now.items() <= row.items()
+  ]
+
+
 def asked(options: argparse.Namespace) -> Sequence[config_lib.RunConfig]:
   """The configs that a command is to plan, with the names of their runs."""
   source = command_line.needed(options.config)
@@ -238,12 +254,6 @@ def asked(options: argparse.Namespace) -> Sequence[config_lib.RunConfig]:
     dataclasses.replace(config_lib.build_run_config(run.config), name=run.name)
     for run in runs
   ]
-
-
-def _is_old(row: Mapping[str, str] | None) -> bool:
-  """Whether there is a row that other code or another compiler has made."""
-  now = dict(commit=environment.commit(), jax=jax.__version__, libtpu=_libtpu())
-  return row is not None and any(row[name] != now[name] for name in now)
 
 
 def _again(

@@ -8,6 +8,16 @@ import pytest
 
 from attnres_jax.pipeline import schedule
 
+# Ranks, virtual stages, chunks per block: exact vectors under naive, cached and
+# minimum without the embedding, then with it, then the three closed forms.
+TOTALS = [
+  ((4, 2, 1), (28, 22, 18), (35, 25, 21), (28, 22, 18)),
+  ((4, 2, 2), (12, 10, 8), (19, 13, 11), (14, 11, 9)),
+  ((4, 4, 1), (120, 54, 42), (135, 57, 45), (120, 54, 42)),
+  ((8, 4, 1), (496, 220, 196), (527, 227, 203), (496, 220, 196)),
+  ((8, 4, 2), (240, 108, 96), (271, 115, 103), (248, 110, 98)),
+]
+
 # Fig. 3, P = 4, V = 2, a block every two chunks.
 FIG3 = [
   # into, sender, receiver, naive, cached, minimum, partial
@@ -36,6 +46,18 @@ LAYOUTS = [
 
 def aligned(ranks, stages, chunks_per_block):
   return schedule.Layout(ranks, stages, 2, 2 * chunks_per_block)
+
+
+@pytest.mark.parametrize("shape,plain,with_embedding,formulas", TOTALS)
+def test_totals(shape, plain, with_embedding, formulas):
+  ranks, stages, chunks_per_block = shape
+  layout = aligned(*shape)
+  for rule, a, b in zip(schedule.RULES, plain, with_embedding):
+    assert layout.total_vectors(rule, embedding=False) == a
+    assert layout.total_vectors(rule) == b
+  closed = schedule.naive_total, schedule.cached_total, schedule.minimum_total
+  per_chunk = 1 / chunks_per_block
+  assert tuple(f(ranks, stages, per_chunk) for f in closed) == formulas
 
 
 def test_fig3_transition_by_transition():
@@ -137,10 +159,13 @@ def test_split_sublayers():
 @pytest.mark.parametrize(
   "make,message",
   [
+    (lambda: schedule.split_sublayers(6, 8), "num_chunks: got 8"),
+    (lambda: schedule.split_sublayers(0, 3), "num_sublayers: got 0"),
+    (lambda: schedule.Layout(0, 2, 4, 4), "num_ranks: got 0"),
+    (lambda: schedule.Layout(4, 1.5, 4, 4), "num_virtual_stages: got 1.5"),
     (lambda: schedule.Layout(2, 2, (4, 4, 4), 4), "sublayers_per_chunk: got"),
     (lambda: schedule.Layout(2, 1, (4, 0), 4), "sublayers_per_chunk: got"),
     (lambda: schedule.Layout(2, 2, 4, 0), "block_size: got 0"),
-    (lambda: schedule.Layout(4, 1.5, 4, 4), "num_virtual_stages: got 1.5"),
     (lambda: schedule.Layout(2, 2, 4, 4).window(1, "best"), "rule: got 'best'"),
   ],
 )
