@@ -5,8 +5,7 @@ Every launcher maps them: a run that diverged or was refused is not restarted.
 """
 
 import enum
-
-import jax
+import sys
 
 from attnres_jax import config as config_lib
 
@@ -47,7 +46,11 @@ def of_error(error: BaseException) -> Exit:
   if isinstance(error, OSError):  # Some are ConfigErrors of a store, too.
     return Exit.AGAIN
   # The same program needs the same memory again.
-  is_memory = isinstance(error, jax.errors.JaxRuntimeError) and (
-    "RESOURCE_EXHAUSTED" in str(error)
-  )
+  is_memory = is_of_jax(error) and "RESOURCE_EXHAUSTED" in str(error)
   return Exit.NEVER if is_memory or isinstance(error, _NEVER) else Exit.AGAIN
+
+
+def is_of_jax(error: BaseException) -> bool:
+  """Whether a program of JAX failed with it. Does not import JAX."""
+  jax = sys.modules.get("jax")
+  return jax is not None and isinstance(error, jax.errors.JaxRuntimeError)

@@ -19,7 +19,6 @@ import statistics
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from attnres_jax import config as config_lib
 
@@ -69,7 +68,7 @@ class Difference(NamedTuple):
     """Half the width of the interval of the mean."""
     if self.spread is None:
       return None
-    quantile = stats.t.ppf((1 + self.level) / 2, self.spread.freedom)
+    quantile = _stats().t.ppf((1 + self.level) / 2, self.spread.freedom)
     return float(
       quantile * self.spread.deviation / math.sqrt(len(self.by_seed))
     )
@@ -199,7 +198,7 @@ def _outlying(apart: Losses) -> set[str]:
     others = [one for other, one in several.items() if other != name]
     rest = sum(of for _, of in others)
     mean = sum(own * of for own, of in others) / rest
-    chance = stats.f.sf(variance / mean, freedom, rest) if mean else 1.0
+    chance = _stats().f.sf(variance / mean, freedom, rest) if mean else 1.0
     if chance > OUTLYING / len(several):
       break
     found.add(name)
@@ -215,7 +214,7 @@ def _is_outlying(alone: Spread, spread: Spread) -> bool:
   if not spread.deviation:
     return alone.deviation > 0
   ratio = (alone.deviation / spread.deviation) ** 2
-  chance = stats.f.sf(ratio, alone.freedom, spread.freedom)
+  chance = _stats().f.sf(ratio, alone.freedom, spread.freedom)
   return bool(chance < OUTLYING / 10)
 
 
@@ -233,3 +232,10 @@ def _spread(together: Sequence[Mapping[int, float]]) -> Spread | None:
   shared = np.minimum.outer(freedoms, freedoms).sum() - freedom
   independent = freedom**2 / (freedom + shared / 4)
   return Spread(math.sqrt(squares / freedom), float(independent))
+
+
+def _stats() -> Any:
+  """SciPy's distributions, which take as long to import as JAX."""
+  from scipy import stats
+
+  return stats

@@ -14,8 +14,11 @@ kill has damaged are named, or written again.
   monitor    progress and time left, read from the files of the runs
   rows       finished runs as a table for fits and files
   preflight  compiles every program for a TPU slice before the launch
-  cli        run, status, collect and report, for experiments with a sweep
+  cli        the flags of run, status, collect and report, for experiments
+  actions    what these do
 
 `attnres_jax.scaling.grid` defines what a sweep is, `attnres_jax.train.claims`
 who may write into a run, `attnres_jax.common.exits` how a worker ends.
 """
+
+LAUNCHERS = ("local", "tpu_vm", "skypilot", "ray", "jobset", "slurm")

@@ -221,3 +221,6 @@ def _samples(looks_of: Mapping[str, Sequence[Look]]) -> page.Html:
     )
     for scheme, (found, *_) in looks_of.items()
   )
+
+
+_, PUBLISHED = variants.experiment(__file__, __doc__, config.STUDY)

@@ -13,15 +13,28 @@ command to resume an interrupted demo; finished runs are not repeated.
 Writes report.html, one file that works offline, to --workdir.
 """
 
+from collections.abc import Sequence
 import sys
+from typing import Any
+
+from etils import epath
 
 from attnres_jax.sweep import cli
-from experiments.demo import config
-from experiments.demo import report
-from experiments.pages import variants
 
-EXPERIMENT, PUBLISHED = variants.experiment(
-  __file__, __doc__, config.STUDY, render=report.render
+
+def render(folder: epath.Path, progress: Sequence[Any]) -> str:
+  """The page; figures are imported once there is something to draw."""
+  from experiments.demo import report
+
+  return report.render(folder, progress)
+
+
+EXPERIMENT = cli.Experiment(
+  program="python -m experiments.demo.run",
+  description=__doc__ or "",
+  config="experiments/demo/config.py",
+  workdir="runs/demo",
+  render=render,
 )
 
 if __name__ == "__main__":
