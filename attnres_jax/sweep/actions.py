@@ -27,8 +27,6 @@ from attnres_jax.sweep import preflight
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.train import signals
 
-_REFRESH_SECONDS = 60.0
-
 
 def act(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   """Acts; returns the exit status."""
@@ -76,12 +74,14 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   def report() -> list[monitor.Progress]:
     progress = monitor.of_folder(folder)
     ours = [one for one in progress if one.name in launched]
-    print(_line(ours, options.max_parallel), flush=True)
+    if options.launcher != "together":  # It prints lines itself.
+      print(_line(ours, options.max_parallel), flush=True)
     # Some experiments look into every network, which may take minutes.
     _write_report(experiment, folder, progress)
     return ours
 
-  with _every_minute(report):
+  print(f"{folder / cli.REPORT} follows the runs", flush=True)
+  with _regularly(report, experiment.refresh_seconds):
     result = launcher.launch(selected, folder, told)
   print("drawing the report", flush=True)
   progress = report()
@@ -208,12 +208,12 @@ def _settings(given: Sequence[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _every_minute(action: Callable[[], object]) -> Iterator[None]:
-  """Calls something once a minute while open, on a thread."""
+def _regularly(action: Callable[[], object], seconds: float) -> Iterator[None]:
+  """Calls something now and then while open, on a thread."""
   over = threading.Event()
 
   def loop():
-    while not over.wait(_REFRESH_SECONDS):
+    while not over.wait(seconds):
       try:
         action()
       except Exception as error:

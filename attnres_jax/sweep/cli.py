@@ -7,7 +7,7 @@
   report   the experiment's report, from what is finished
 
 An experiment passes its config file and a function that renders its report, a
-page. During a launch it is updated every minute, and a line says how far the
+page. During a launch it is updated again and again, and lines say how far the
 runs are.
 
 Runs that fail or have a damaged file do not stop the others; each gets a line
@@ -45,6 +45,8 @@ class Experiment:
     config: the config file, with the argument it takes by default.
     workdir: the folder of the sweep by default.
     render: (folder, `monitor.Progress` of its runs) -> the report as HTML.
+    launcher: by default.
+    refresh_seconds: between two reports of a launch.
   """
 
   program: str
@@ -52,6 +54,8 @@ class Experiment:
   config: str
   workdir: str
   render: Callable[[epath.Path, Sequence[Any]], str]
+  launcher: str = "local"
+  refresh_seconds: float = 60.0
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
@@ -86,7 +90,7 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
   )
   for name, default, actions, words in (
     ("only", "", "run status collect", "regular expression over names of runs"),
-    ("launcher", "local", "run", ", ".join(sweep.LAUNCHERS)),
+    ("launcher", experiment.launcher, "run", ", ".join(sweep.LAUNCHERS)),
     ("preflight", None, "run", "compile for this slice first, such as v5p-32"),
     ("plans", plans.FILE, "run", "for optim.accumulate_steps=0"),
     ("max_parallel", 1, "run", "runs at a time"),

@@ -14,6 +14,7 @@ A worker that was killed leaves `running` and a heartbeat that has stopped;
 `status` calls that interrupted.
 """
 
+from collections.abc import Callable
 import dataclasses
 import json
 import time
@@ -119,8 +120,15 @@ class Attempt:
     number: of the attempt, from 1.
   """
 
-  def __init__(self, workdir: epath.Path, claim: claims.Claim, old: State):
+  def __init__(
+    self,
+    workdir: epath.Path,
+    claim: claims.Claim,
+    old: State,
+    spent: Callable[[], float] | None = None,
+  ):
     self.claim = claim
+    self._spent = spent or (lambda: time.time() - self._state.started)
     self.number = old.attempts + 1
     self._workdir = workdir
     self._earlier = old
@@ -142,7 +150,7 @@ class Attempt:
   @property
   def chip_hours(self) -> float:
     """Of all attempts, until now."""
-    spent = (time.time() - self._state.started) * self._chips
+    spent = self._spent() * self._chips
     return (self._earlier.chip_seconds + spent) / 3600
 
   def end(self, status: str, error: str = "") -> None:
@@ -159,14 +167,21 @@ class Attempt:
     self._state = dataclasses.replace(
       self._state,
       heartbeat=now,
-      seconds=self._earlier.seconds + now - self._state.started,
+      seconds=self._earlier.seconds + self._spent(),
       chip_seconds=self.chip_hours * 3600,
     )
     write(self._workdir, self._state)
 
 
-def begin(workdir: epath.PathLike) -> Attempt | None:
+def begin(
+  workdir: epath.PathLike, spent: Callable[[], float] | None = None
+) -> Attempt | None:
   """Claims a run; None if it is done or another process holds it.
+
+  Args:
+    workdir: of the run.
+    spent: seconds of the device that the attempt has used; by default all
+      since its start.
 
   Raises:
     ConfigError: the state of the run is damaged.
@@ -181,7 +196,7 @@ def begin(workdir: epath.PathLike) -> Attempt | None:
     if old.status == DAMAGED:
       raise config_lib.ConfigError(old.error)
     if old.status != DONE:
-      return Attempt(workdir, claim, old)
+      return Attempt(workdir, claim, old, spent)
   except BaseException:
     claim.release()
     raise

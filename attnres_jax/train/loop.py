@@ -142,7 +142,7 @@ def train_and_evaluate(
     abstract_model = program.abstract_state.model
     lost = goodput.lost(tail.rows, step)
     reads = abstract_model.residual.form
-    _report_start(writer, mesh, step, restored, lost, reads)
+    report_start(writer, mesh, step, restored, lost, reads)
     if jax.process_index() == 0:
       counts = datasets["train"].part_tokens
       for line in account.start_lines(config, workdir, parameters, counts):
@@ -186,7 +186,7 @@ def train_and_evaluate(
     # Orbax's 20 minutes, and four hours for 48B parameters. If a save fails in
     # one process, that and the others wait for each other so long.
     limit = 1200 + parameters // 4_000_000
-    saves = stack.enter_context(_Saves(workdir, config, info, writer, limit))
+    saves = stack.enter_context(Saves(workdir, config, info, writer, limit))
     writer.event(step, "ready", seconds=time.perf_counter() - start)
     collector = stack.enter_context(watch.collector_frozen())
     stalls = watch.StallWatch(collector)
@@ -315,7 +315,7 @@ def _report_found(
     writer.event(step, "config changed", changes=fields)
 
 
-def _report_start(
+def report_start(
   writer: metrics_lib.Writer,
   mesh: jax.sharding.Mesh,
   step: int,
@@ -353,6 +353,18 @@ def _compile(
   start = time.perf_counter()
   compiled = function.lower(*shapes).compile()
   seconds = time.perf_counter() - start
+  report_compiled(writer, step, name, seconds, compiled)
+  return compiled
+
+
+def report_compiled(
+  writer: metrics_lib.Writer,
+  step: int,
+  name: str,
+  seconds: float,
+  compiled: Any,
+) -> None:
+  """The event of a compiled program, with its memory."""
   memory = compiled.memory_analysis()
   writer.event(
     step,
@@ -363,7 +375,6 @@ def _compile(
     temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
     peak_bytes=compiler.peak_bytes(compiled) if memory else None,
   )
-  return compiled
 
 
 def _batches_from(
@@ -384,7 +395,7 @@ def _batches_from(
   return dataset.batches(start_batch=rows // config.data.batch_size)
 
 
-class _Saves:
+class Saves:
   """Checkpoints of the run, each reported once it is complete on disk."""
 
   def __init__(
@@ -393,7 +404,7 @@ class _Saves:
     config: config_lib.RunConfig,
     info: dict[str, Any],
     writer: metrics_lib.Writer,
-    seconds: int,
+    seconds: int = 1200,
   ):
     self._workdir = workdir
     self._info = info
@@ -402,7 +413,7 @@ class _Saves:
     self._last_step = self._saver.last_step or 0
     self._pending: tuple[int, float] | None = None
 
-  def __enter__(self) -> "_Saves":
+  def __enter__(self) -> "Saves":
     return self
 
   def __exit__(self, error_type: type | None, *unused) -> None:

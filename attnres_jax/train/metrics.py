@@ -100,6 +100,7 @@ def make_writer(
   *,
   resume_step: int = 0,
   primary: bool = True,
+  console: bool = True,
 ) -> Writer:
   """The sinks that the config requests, on the primary process.
 
@@ -108,14 +109,14 @@ def make_writer(
     config: of the run; `config.log` selects the sinks.
     resume_step: rows after this step are removed from metrics.jsonl.
     primary: whether this process writes.
+    console: whether it prints rows, too.
   """
   if not primary:
     return Writer([])
   workdir = epath.Path(workdir)
-  sinks: list[Sink] = [
-    JsonlSink(workdir / FILE, keep_through=resume_step),
-    Console(config.train.steps, resume_step),
-  ]
+  sinks: list[Sink] = [JsonlSink(workdir / FILE, keep_through=resume_step)]
+  if console:
+    sinks.append(Console(config.train.steps, resume_step))
   for wanted, make in (
     (
       config.log.tensorboard,

@@ -12,9 +12,7 @@ STUDY = variants.Study(
     "full": reads("Full AttnRes", "full_attnres"),
     "block": reads("Block AttnRes", "block_attnres"),
   },
-  # How PreNorm's loss falls with steps, for effective speed-ups.
-  budgets=(0.25, 0.5),
   scale=variants.DEMO,
-  seeds=2,
+  seeds=8,
 )
 get_config, sweep = STUDY.get_config, STUDY.sweep

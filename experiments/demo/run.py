@@ -5,12 +5,12 @@
   python -m experiments.demo.run
 
 The schemes see the same data in the same order, start from the same weights and
-share every hyper-parameter. PreNorm also runs for a fourth and half of the
-steps, which gives the effective speed-ups of the others. The text is one that
-every machine has: the standard library of the running Python. Rerun the same
-command to resume an interrupted demo; finished runs are not repeated.
+share every hyper-parameter; the seeds of a scheme are trained as one program.
+The text is one that every machine has: the standard library of the running
+Python. Rerun the same command to resume an interrupted demo.
 
-Writes report.html, one file that works offline, to --workdir.
+Writes report.html, one file that works offline, to --workdir; it follows while
+the demo trains.
 """
 
 from collections.abc import Sequence
@@ -35,6 +35,8 @@ EXPERIMENT = cli.Experiment(
   config="experiments/demo/config.py",
   workdir="runs/demo",
   render=render,
+  launcher="together",
+  refresh_seconds=20.0,
 )
 
 if __name__ == "__main__":
