@@ -328,7 +328,7 @@ def test_bad_questions(run, quiet):
     (dict(batch_size="auto"), "--batch_size: got 'auto'"),
     (dict(batch_size="0"), "--batch_size: got 0"),
     (dict(max_length=-1), "max_length: got -1"),
-    (dict(device="cuda"), "--model_args: device: got 'cuda'"),
+    (dict(device="cuda:0", pretrained="x"), "--model_args: pretrained: got"),
   ],
 )
 def test_bad_arguments(arguments, message, run, quiet):
