@@ -179,24 +179,18 @@ class RopeConfig(fields.Checked, prefix="model.rope"):
     scaling: `llama3` divides the frequencies of channels that turn fewer than
       `low_turns` times in `original_length` tokens by `factor`, keeps those
       above `high_turns`, and interpolates between, linearly in turns (Llama
-      3.1); `yarn` linearly in channels (arXiv:2309.00071); or `none`.
+      3.1); or `none`.
     factor: see `scaling`.
     low_turns: see `scaling`.
     high_turns: see `scaling`.
     original_length: tokens per sequence of the first training.
-    logit_scale: multiplies all logits of attention, as YaRN does with long
-      sequences.
-    pairs: which channels turn together: each of the first half with one of the
-      second (`halves`), or `neighbours` (DeepSeek).
   """
 
-  scaling: Literal["none", "llama3", "yarn"] = "none"
+  scaling: Literal["none", "llama3"] = "none"
   factor: fields.Positive = 8.0
   low_turns: fields.Positive = 1.0
   high_turns: fields.Positive = 4.0
   original_length: fields.Size = 8192
-  logit_scale: fields.Positive = 1.0
-  pairs: Literal["halves", "neighbours"] = "halves"
 
   def __post_init__(self):
     super().__post_init__()
@@ -258,11 +252,8 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
     shared_width: of the part of the key that all heads share.
     value_width: of a head's value.
     latent_eps: of the RMSNorm of latents.
-    query_rank: of a latent from which queries are computed (DeepSeek-V3); 0
+    query_rank: of a latent from which queries are computed (Kimi K3); 0
       computes them from the input.
-    rope_theta: base of the rotary positions of shared parts of keys and of what
-      meets them in queries (DeepSeek-V3), scaled as `model.rope` says; 0 for
-      none.
     output_gate: heads are multiplied by the sigmoid of a linear map of the
       input (Kimi K3).
   """
@@ -273,16 +264,7 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
   value_width: fields.Size = 128
   latent_eps: fields.Positive = 1e-6
   query_rank: fields.Count = 0
-  rope_theta: fields.NotNegative = 0.0
   output_gate: bool = False
-
-  def __post_init__(self):
-    super().__post_init__()
-    self.require(
-      not self.rope_theta or self.shared_width % 2 == 0,
-      "shared_width",
-      "an even number with rotary positions (or model.mla.rope_theta=0)",
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,9 +279,6 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
     scaling_factor: of the renormalised weights of the routed experts.
     dense_layers: number of transformer blocks, from the first, whose MLP is
       dense, of `model.mlp_width`.
-    groups: equal parts of the experts, by number (DeepSeek-V3).
-    top_groups: groups that a token's experts come from: the groups with the
-      largest sums of their two best scores.
     latent_width: routed experts read and write a latent of this width, in place
       of the model's; a matrix leads to it and one back (Kimi K3). 0 for none.
     latent_norm: the weighted sum of their outputs is normalised.
@@ -311,36 +290,18 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
   num_shared: fields.Count = 1
   scaling_factor: fields.Positive = 2.446
   dense_layers: fields.Count = 0
-  groups: fields.Size = 1
-  top_groups: fields.Size = 1
   latent_width: fields.Count = 0
   latent_norm: bool = False
 
   def __post_init__(self):
     super().__post_init__()
-    none, groups = not self.num_experts, self.groups
+    none = not self.num_experts
     self.require(
       none or self.num_experts >= self.top_k,
       "num_experts",
       f"at least model.moe.top_k={self.top_k}, or 0 for dense MLPs",
     )
     self.require(none or self.expert_width, "expert_width", "a number above 0")
-    size, rest = divmod(self.num_experts, groups)
-    self.require(
-      groups == 1 or (size > 1 and not rest),
-      "groups",
-      f"equal groups of 2 experts and more, of {self.num_experts} in all",
-    )
-    self.require(
-      self.top_groups <= groups,
-      "top_groups",
-      f"at most model.moe.groups={groups}",
-    )
-    self.require(
-      groups == 1 or self.top_groups * size >= self.top_k,
-      "top_groups",
-      f"groups that have model.moe.top_k={self.top_k} experts together",
-    )
     self.require(
       self.latent_width or not self.latent_norm,
       "latent_norm",

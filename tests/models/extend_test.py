@@ -195,15 +195,9 @@ def test_biases_norms_and_scaled_positions(tokens_T):
   _check(_model("prenorm", attention=attention, rope=rope), tokens_T)
 
 
-def test_positions_and_latents_of_mla(tokens_T):
-  """And experts that come from one of two groups."""
-  model = _model(
-    mixers=("mla",),
-    rope=config_lib.RopeConfig(scaling="yarn", original_length=4),
-    mla=dataclasses.replace(KINDS["mla"], query_rank=6, rope_theta=100.0),
-    moe=dataclasses.replace(KINDS["moe"], groups=2),
-  )
-  _check(model, tokens_T)
+def test_latents_of_queries(tokens_T):
+  mla = dataclasses.replace(KINDS["mla"], query_rank=6)
+  _check(_model(mixers=("mla",), mla=mla), tokens_T)
 
 
 def test_a_context_is_what_is_read(tokens_T):

@@ -59,8 +59,9 @@ class SoftmaxMixer(Mixer):
   def turned(
     self, x_BTNC: jax.Array, position_BT: jax.Array | None = None
   ) -> jax.Array:
-    """Queries or keys with their positions, by default 0, 1, ..."""
-    raise NotImplementedError
+    """Queries or keys with their positions, by default 0, 1, ...; or as is."""
+    del position_BT
+    return x_BTNC
 
   def outputs(
     self, x: jax.Array | base.QKV, mixed_BTNV: jax.Array
@@ -136,9 +137,8 @@ class Attention(SoftmaxMixer):
     if self.value is not None:
       value_BTKH = linear.affine(x.value, self.value, self.value_bias)
       value_BTKH = self.value_norm(value_BTKH)
-    query = self.query_norm(linear.affine(x.query, self.query, self.query_bias))
     return (
-      rope_lib.scaled_queries(query, self.rope),
+      self.query_norm(linear.affine(x.query, self.query, self.query_bias)),
       self.key_norm(linear.affine(x.key, self.key, self.key_bias)),
       value_BTKH,
     )
