@@ -112,18 +112,18 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
       and merges the open source (Alg. 1); `one_softmax` is the definition.
     schedule_size: sublayers that share one phase 1 in Full AttnRes; affects the
       schedule, not the function.
-    rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr` and
-      `laurel_pa`, width / 8 in `gated_residual`. Others refuse it.
+    rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr`,
+      width / 8 in `gated_residual`. Others refuse it.
     streams: residual streams of schemes that have several; others refuse it.
     stream_dtype: in which these streams are kept between sublayers; sums and
       coefficients are float32 in any case. `bfloat16` halves what they move and
       occupy, and rounds each stream once per sublayer. Only
-      `hyper_connections`, `mhc` and their relatives take it, except `xhc`.
+      `hyper_connections`, `mhc` and their relatives take it.
     gate: factor of the depth mixture in `delta_attnres` and its relatives.
       `one` is no gate; `zero`, a learned number per sublayer that starts at
       zero; `scalar` and `vector`, the sigmoid of a learned number per sublayer,
       or per channel, that starts at -2. `own` is the scheme's own: `zero` in
-      `delta_mh` and `delta_mh_alternating`, else `one`.
+      `delta_mh`, else `one`.
     read: how depth attention scores and weighs its sources.
   """
 

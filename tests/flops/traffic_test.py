@@ -74,7 +74,7 @@ FIELDS = tiny_network.KINDS | dict(
   [
     {},
     dict(name="mudd"),
-    dict(name="xhc"),
+    dict(name="mrla_light"),
     dict(depth_memory="value_residual"),
   ],
   ids=lambda fields: "-".join(fields.values()) or "plain",

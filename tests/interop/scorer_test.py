@@ -101,7 +101,7 @@ class TestScores:
 
   @pytest.mark.slow
   def test_a_scheme_that_looks_back(self):
-    model = tiny_network.model("xhc")
+    model = tiny_network.model("mrla_light")
     texts = _texts(12)
     made = scorer.Scorer(_mesh(), length=LENGTH, batch_tokens=200)
     _compare(made(model, texts), _alone(model, texts))

@@ -24,7 +24,7 @@ TOKENS, VOCAB = 7, 16
 ROWS = TOKENS - 3
 KINDS = {name: k for name, k in tiny_network.KINDS.items() if name != "mixers"}
 # Different computations between tokens or between sublayers.
-MAIN = "prenorm", "block_attnres", "full_attnres", "xhc", "mrla_light"
+MAIN = "prenorm", "block_attnres", "full_attnres", "mhc", "mrla_light"
 SCHEMES = [
   pytest.param(name, marks=() if name in MAIN else pytest.mark.slow)
   for name in residuals.RESIDUALS
@@ -115,7 +115,7 @@ def test_a_read_may_change_the_carry(tokens_T, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["block_attnres", "xhc"])
+@pytest.mark.parametrize("name", ["block_attnres", "mrla_light"])
 def test_layers_in_arrays_of_their_own(name, tokens_T):
   """All kinds of caches, and that of a scheme that looks back."""
   model = _model(name, mixers=("kda", "mla", "attention"), num_layers=3)

@@ -187,13 +187,6 @@ def test_forms_and_remat(scheme, form):
 
 
 @pytest.mark.slow
-def test_pairs_of_blocks():
-  networks.assert_as_on_one_device(
-    networks.config(networks.SMALL, scheme="haares")
-  )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("mesh", "gather"),
   [
