@@ -44,7 +44,7 @@ def test_all_packages_have_a_floor():
 
 def test_schedules_and_laws_need_no_device_library():
   """Tables of pipelines and fits of losses, also where there is no JAX."""
-  names = ("layout", "schedule", "memory", "drawing")
+  names = ("layout", "schedule", "memory")
   files = [ROOT / "pipeline" / f"{name}.py" for name in names]
   for path in (*files, *(ROOT / "scaling").glob("*.py")):
     for node in ast.parse(path.read_text()).body:
