@@ -2,7 +2,6 @@
 """The description of a network: its sublayers and its residual scheme."""
 
 import dataclasses
-import re
 from typing import Literal
 
 from attnres_jax.config import errors
@@ -310,32 +309,6 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
 
 
 @dataclasses.dataclass(frozen=True)
-class LoraConfig(fields.Checked, prefix="model.lora"):
-  """Low-rank adapters, which are then all that is trained (`models.lora`).
-
-  Attributes:
-    rank: of each adapter; 0 for none.
-    alpha: adapters are multiplied by alpha / rank.
-    match: a regular expression that is found in the names of matrices that get
-      adapters, such as `core/(query|value)`; names are like
-      `sublayers/attention/core/query`.
-  """
-
-  rank: fields.Count = 0
-  alpha: fields.Positive = 16.0
-  match: str = "^sublayers/"
-
-  def __post_init__(self):
-    super().__post_init__()
-    try:
-      re.compile(self.match)
-    except re.error as error:
-      errors.fail(
-        "model.lora.match", self.match, f"a regular expression ({error})"
-      )
-
-
-@dataclasses.dataclass(frozen=True)
 class ModelConfig(fields.Checked, prefix="model"):
   """A decoder-only transformer.
 
@@ -390,7 +363,6 @@ class ModelConfig(fields.Checked, prefix="model"):
     residual: the scheme that connects the sublayers.
     depth_memory: what mixers keep for later mixers of the same token: `none`,
       or another key of `attnres_jax.models.memory.DEPTH_MEMORY`.
-    lora: low-rank adapters of matrices.
     depth_stride: distance between the mixers that `depth_attention` mixes; 0
       for half of the mixers of a kind.
   """
@@ -423,7 +395,6 @@ class ModelConfig(fields.Checked, prefix="model"):
   mla: MlaConfig = MlaConfig()
   moe: MoeConfig = MoeConfig()
   residual: ResidualConfig = ResidualConfig()
-  lora: LoraConfig = LoraConfig()
   depth_memory: str = "none"
   depth_stride: fields.Count = 0
 

@@ -15,7 +15,6 @@ from attnres_jax.models import decoding
 from attnres_jax.models import embedding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
-from attnres_jax.models import lora
 from attnres_jax.models import memory
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
@@ -70,9 +69,6 @@ class Transformer(nnx.Module):
     )
     if config.parameter_dtype != "float32":
       linear.store([self.embedding, self.sublayers], config.parameter_dtype)
-    # Last, so that everything else is drawn as without them.
-    if config.lora.rank:
-      lora.attach(self, config.lora, rngs.params())
 
   def __call__(
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None

@@ -215,7 +215,7 @@ def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
   def square(leaf: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
 
-  # A kind without adapters has no leaves where nothing else is trained.
+  # A frozen kind has no leaves.
   squares = [
     sum(map(square, jax.tree.leaves(s)), jnp.zeros(kinds.count(k), jnp.float32))
     for k, s in sublayers.items()

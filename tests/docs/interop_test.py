@@ -12,7 +12,7 @@ from attnres_jax.interop import families
 from tests import tiny_run
 
 TEXT = (tiny_run.ROOT / "docs" / "interop.md").read_text()
-MAIN = "attnres_jax.main"
+MAIN, HARNESS = "attnres_jax.main", "attnres_jax.interop.harness"
 
 
 def _commands():
@@ -34,6 +34,11 @@ def test_commands_take_their_arguments(module, arguments, capsys):
         config_lib.parse_field(name.removeprefix("--config."), text)
       else:
         assert name in ("--config", "--workdir")
+    return
+  if module == HARNESS:
+    # `harness_test` runs the command of the other page.
+    paper = (tiny_run.ROOT / "docs" / "paper.md").read_text()
+    assert all(f"{name}=" in paper.partition(HARNESS)[2] for name in names)
     return
   with pytest.raises(SystemExit):
     importlib.import_module(module).main(["--help"])
