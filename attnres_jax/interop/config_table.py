@@ -324,7 +324,7 @@ def network(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
     "moe.": "moe" in present, "moe.top_groups": config.moe.groups > 1,
     "activation.": config.activation.name != "silu",
     "rope.": turns and config.rope.scaling != "none",
-    "lora.": config.lora.rank, "depth_stride": config.depth_memory != "none",
+    "lora.": config.lora.rank,
     "residual.": scheme != "prenorm",
   }  # fmt: skip
   kept = {"residual.name", "rope.logit_scale"} | (
