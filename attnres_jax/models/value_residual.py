@@ -5,9 +5,9 @@ ResFormer (arXiv:2410.17897, and its code), under any residual scheme:
 
   V_n <- (V_1 + V_n) / 2    from the second mixer on
 
-Values are those of heads, after the projection; in KDA, before the short
-convolution. In a network with mixers of several kinds, each kind has its own
-first mixer (our choice).
+A value is taken after the projection; in KDA, before the short convolution. In
+a network with mixers of several kinds, each kind has its own first mixer (our
+choice).
 """
 
 from typing import Any
