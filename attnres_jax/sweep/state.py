@@ -132,7 +132,8 @@ class Attempt:
     self.number = old.attempts + 1
     self._workdir = workdir
     self._earlier = old
-    self._chips = account.num_chips(jax.devices())
+    # Who counts the seconds of a device, as one that runs share, uses one.
+    self._chips = account.num_chips(jax.devices()[: 1 if spent else None])
     self._state = dataclasses.replace(
       old,
       status=RUNNING,
@@ -180,8 +181,8 @@ def begin(
 
   Args:
     workdir: of the run.
-    spent: seconds of the device that the attempt has used; by default all
-      since its start.
+    spent: seconds of one device that the attempt has used; by default all
+      since its start, of all devices.
 
   Raises:
     ConfigError: the state of the run is damaged.

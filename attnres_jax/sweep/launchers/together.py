@@ -19,6 +19,7 @@ import time
 import traceback
 
 from etils import epath
+import numpy as np
 
 from attnres_jax.common import exits
 from attnres_jax.common import files
@@ -272,9 +273,9 @@ class _Queue:
 
 def _means(arm: _Arm, steps: Sequence[int]) -> dict[int, float]:
   """Training losses by seed, the means over steps."""
-  total = sum(arm.group.losses[step] for step in steps)
+  means = np.mean([arm.group.losses[step] for step in steps], axis=0)
   seeds = (config.seed for config in arm.group.configs)
-  return {seed: float(one) / len(steps) for seed, one in zip(seeds, total)}
+  return dict(zip(seeds, means.tolist()))
 
 
 def _begin(
