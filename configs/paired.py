@@ -47,9 +47,9 @@ PAPER_ROW = "436m"
 LAPTOP_RATE = 3e-3
 # The best of 0.00075, 0.0015 and 0.003, the same way (experiments/block_size).
 DEEP_RATE = 1.5e-3
-# The best of 0.002, 0.004, 0.008 and 0.016 under PreNorm, with four seeds
+# The best of 0.001, 0.002, 0.004 and 0.008 under PreNorm, with four seeds
 # (experiments/demo).
-DEMO_RATE = 4e-3
+DEMO_RATE = 2e-3
 EPSILON = scaling.EPSILON
 
 # What `get_config` accepts; tests build every value. The other scales are those

@@ -42,6 +42,13 @@ _CONSOLE_TRAIN = (
     "tokens_per_second_per_device", "model_flop_utilisation", "goodput",
     "step_seconds", "moe_max_violation",
 )  # fmt: skip
+# Of these events, too: where and with which versions is for the file.
+_CONSOLE_EVENTS = {
+  "start": None,
+  "resume": ("lost_steps", "lost_seconds"),
+  "compiled": ("function", "seconds"),
+  "ready": None,
+}
 
 
 class MetricsError(config_lib.RunError, ValueError):
@@ -354,7 +361,8 @@ class Console:
     if row["split"] == "train":
       self._train(row)
     elif row["split"] != "depth":
-      self._line(row)
+      if _CONSOLE_EVENTS.get(row.get("event", ""), row) is not None:
+        self._line(row)
 
   def flush(self) -> None:
     self._file.flush()
@@ -377,7 +385,8 @@ class Console:
       self._next_line = time.monotonic() + self._seconds
 
   def _line(self, row: Row) -> None:
-    shown = _CONSOLE_TRAIN if row["split"] == "train" else row
+    shown = _CONSOLE_EVENTS.get(row.get("event", "")) or row
+    shown = _CONSOLE_TRAIN if row["split"] == "train" else shown
     values = [
       f"{name} {_short(row[name])}"
       for name in shown
