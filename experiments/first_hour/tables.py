@@ -12,7 +12,6 @@ from typing import Any
 from attnres_jax.common import csv_rows
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
-from attnres_kernels.stream_mix import shapes as stream_shapes
 from experiments.pages import readme
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -21,7 +20,7 @@ _ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENT = "kernels/benchmarks/results/README.md"
 CHIPS = "v5e", "v6e", "v5p", "tpu7x"
 
-_FILES = "tpu_static", "kda_static", "streams_static"
+_FILES = "tpu_static", "kda_static"
 
 Row = Mapping[str, str]
 
@@ -115,22 +114,6 @@ def of_kda(_: readme.Rows = ()) -> str:
   return _with_origin(_merged(header, lines), used)
 
 
-def of_streams(_: readme.Rows = ()) -> str:
-  """Schedule and memory time of `stream_mix`."""
-  lines: list[list[str]] = []
-  used: list[Row | None] = []
-  for way in _PASSES:
-    for shape in stream_shapes.NAMED:
-      kernel = f"stream_mix_{way}"
-      found = [_row(kernel, chip, shape) for chip in CHIPS]
-      used.extend(found)
-      moved = next(row["actual_MB"] for row in found if row is not None)
-      megabytes = f"{float(moved):,.0f}"
-      lines.append([way, shape.dtype, megabytes, *map(_times, found)])
-  header = "kernel", "streams", "MB", *CHIPS
-  return _with_origin(_merged(header, lines), used)
-
-
 def of_hour(rows: readme.Rows) -> str:
   """What one device measured; its checks as a count."""
   checks = [row for row in rows if row["task"].startswith("check ")]
@@ -174,7 +157,6 @@ PLACES = {
   "gpu": of_gpu,
   "static": of_depth,
   "heads": of_heads,
-  "streams": of_streams,
   "kda": of_kda,
 }
 

@@ -12,7 +12,6 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
 from attnres_kernels import problems
-from attnres_kernels.stream_mix import shapes as stream_shapes
 from experiments.first_hour import measure
 from experiments.first_hour import run
 from experiments.first_hour import timing
@@ -110,7 +109,7 @@ def test_loops_repeat_a_function():
 
 
 def test_operators_are_timed_as_the_estimates_count_them(monkeypatch):
-  """Gradients with their forward pass, and a sublayer's output in bfloat16."""
+  """Gradients with their forward pass."""
   timed = []
 
   def of_calls(function, arrays, rounds):
@@ -119,16 +118,11 @@ def test_operators_are_timed_as_the_estimates_count_them(monkeypatch):
 
   monkeypatch.setattr(timing, "of_calls", of_calls)
   monkeypatch.setattr(timing, "bandwidth", lambda: (1.0, "published"))
-  streams = stream_shapes.Shape("tiny", "float32", 8, 16, 2, 8)
-  for name, way, shape in (
-    ("rms_norm", "backward", problems.OPERATORS["rms_norm"].short),
-    ("stream_mix", "forward", streams),
-  ):
-    list(measure.time_operator(name, way, shape, "xla", True))
-  (results, _), (_, arrays) = timed
+  short = problems.OPERATORS["rms_norm"].short
+  list(measure.time_operator("rms_norm", "backward", short, "xla", True))
+  ((results, _),) = timed
   # Without the value, a compiler would leave out the forward pass.
   assert results.keys() == {"result 0", "dx", "dgain"}
-  assert [x.dtype for x in arrays[:3]] == ["float32", "float32", "bfloat16"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
