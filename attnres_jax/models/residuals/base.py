@@ -45,7 +45,8 @@ from attnres_jax.common import precision
 from attnres_jax.common import scopes
 from attnres_jax.models import norm as norm_lib
 
-Norm = norm_lib.RMSNorm | norm_lib.Identity
+# Any function or module; `norm_lib.RMSNorm` is fused where a scheme can.
+Norm = Callable[[jax.Array], jax.Array]
 
 # The name by which activation checkpointing recognises the running state.
 DEPTH_STATE = "depth_state"

@@ -2,11 +2,13 @@
 """What holds for every registered scheme, at random parameters.
 
 A scheme is compiled twice around toy sublayers: as a scan, and cut in two parts
-of unrolled sublayers with checkpoints, as a pipeline and `remat` would have it.
+of unrolled sublayers with checkpoints, as a pipeline and `remat` would have it,
+whose norms are plain functions.
 By default, this is done for the first scheme of each family. The definition of
 each scheme is tested in the file of its family.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -67,6 +69,10 @@ def _whole(kinds, layers, scheme, embedding):
 def _in_parts(kinds, layers, scheme, embedding):
   cut, options = len(kinds) // 2, dict(scan=False, remat="full")
   # One sublayer of each kind in either part.
+  layers = {
+    kind: dataclasses.replace(layer, foreign=True)
+    for kind, layer in layers.items()
+  }
   first, second = (
     jax.tree.map(lambda a, i=i: a[i : i + 1], layers) for i in (0, 1)
   )
