@@ -51,7 +51,7 @@ def heatmaps(
   cells: dict[tuple[str, float, float], list[float]] = {}
   for row in rows:
     key = row["residual"], float(row["rho"]), float(row["eta"])
-    cells.setdefault(key, []).append(float(row["validation_loss"]))
+    cells.setdefault(key, []).append(fit_lib.loss_of(row))
   losses = {
     scheme: np.array(
       [

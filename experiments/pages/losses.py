@@ -136,7 +136,7 @@ def _by_value(rows: Sequence[Row], column: str) -> dict[str, _Schemes]:
     for row in own:
       values = schemes.setdefault(row["residual"], {})
       losses = values.setdefault(float(row[column]), {})
-      losses[int(row["seed"])] = float(row["validation_loss"])
+      losses[int(row["seed"])] = fit_lib.loss_of(row)
   return found
 
 
