@@ -10,9 +10,9 @@ rows) to experiments/scaling_law/results.csv; --to selects another file, such as
 `PUBLISHED` in the run.py of the experiment says how the rows are used. A test
 keeps documents and rows consistent.
 """
-# The room exceeds its budget of 4,850 lines by four more questions: what each
+# The room exceeds its budget of 4,850 lines by three more questions: what each
 # of all schemes costs and learns (residual_zoo), what depth attention gains
-# with each scheme at its own rate (laptop_gain), upcycling, downstream tasks.
+# with each scheme at its own rate (laptop_gain), upcycling.
 
 import argparse
 from collections.abc import Sequence

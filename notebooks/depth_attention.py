@@ -16,6 +16,7 @@ import numpy as np
 from attnres_jax import data
 from attnres_jax import load_config
 from attnres_jax.analysis import edited
+from attnres_jax.pipeline import schedule
 from notebooks import colab
 
 # %% [markdown]
@@ -215,6 +216,32 @@ def change_blocks(depth, size):
 
 
 colab.play(change_blocks, depth=(12, 2, 24), size=(3, 1, 24))
+
+# %% [markdown]
+# ### In a pipeline
+#
+# Blocks are also what a pipeline has to send (the paper's Fig. 3). Here four
+# ranks have two virtual stages each. A number is a microbatch: blue on its way
+# forward, orange backward, dark through the second stage of a rank.
+
+# %%
+layout = schedule.Layout(4, 2, sublayers_per_chunk=2, block_size=4)
+plan = schedule.make_schedule(layout, num_microbatches=8)
+with colab.figure(
+  9, 3, xlabel="tick", title="which rank works on what"
+) as axes:
+  for tick, rank in np.ndindex(plan.num_ticks, layout.num_ranks):
+    for row, unit in enumerate(plan.at(tick, rank)):
+      if unit:
+        place = rank + 0.4 * row
+        shade = 0.45 + 0.35 * layout.virtual_stage(unit.chunk)
+        color = (plt.cm.Blues, plt.cm.Oranges)[row](shade)
+        axes.barh(place, 1, 0.4, tick, color=color, edgecolor="white")
+        axes.text(tick + 0.5, place, unit.microbatch, ha="center", va="center")
+  axes.set_yticks(np.arange(4) + 0.2, [f"rank {rank}" for rank in range(4)])
+  axes.invert_yaxis()
+for rule in schedule.RULES:
+  print(f"{rule}: {layout.total_vectors(rule)} blocks sent per microbatch")
 
 # %% [markdown]
 # ## In a trained network

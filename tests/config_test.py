@@ -42,8 +42,6 @@ ERRORS = [
   ("model.rope.high_turns", 1.0, "a number above model.rope.low_turns=1.0"),
   ("model.moe.num_experts", 4, "at least model.moe.top_k=8, or 0"),
   ("model.moe.latent_norm", True, "False with model.moe.latent_width=0"),
-  ("model.moe.groups", 2, "equal groups of 2 experts and more, of 0 in all"),
-  ("model.moe.top_groups", 2, "at most model.moe.groups=1"),
   ("model.moe.dense_layers", 9, "at most model.num_layers=8"),
   ("optim.freeze", ("(",), "regular expressions (missing"),
   ("optim.rates", ("a=0",), "patterns with factors above 0, such as"),

@@ -39,12 +39,12 @@ def test_all_packages_have_a_floor():
   packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
   assert packages - {"configs"} == set(FLOORS)
   modules = {path.stem for path in ROOT.glob("*.py")}
-  assert modules == {"__init__", "aot", "main"}
+  assert modules == {"__init__", "main"}
 
 
 def test_schedules_and_laws_need_no_device_library():
   """Tables of pipelines and fits of losses, also where there is no JAX."""
-  names = ("layout", "schedule", "memory", "drawing")
+  names = ("layout", "schedule", "memory")
   files = [ROOT / "pipeline" / f"{name}.py" for name in names]
   for path in (*files, *(ROOT / "scaling").glob("*.py")):
     for node in ast.parse(path.read_text()).body:

@@ -84,29 +84,6 @@ def depth_weights(
 
 
 @jax.jit
-def weights_at(
-  model: models.Transformer, tokens_BT: jax.Array, position: jax.Array
-) -> tuple[jax.Array, ...] | None:
-  """Weights [M, B] of reads 1..L+1 at one position, or None without any.
-
-  Args:
-    model: any network.
-    tokens_BT: those after `position` change nothing.
-    position: int32, from 0 to T - 1.
-  """
-
-  def at(value_BTD: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(value_BTD, position, 1, axis=1)
-
-  # Depth attention treats every token separately.
-  values = [at(value) for value in model.trace(tokens_BT).values]
-  weights = model.residual.depth_weights(values)
-  if weights is None:
-    return None
-  return tuple(weight_MB1[:, :, 0] for weight_MB1 in weights)
-
-
-@jax.jit
 def mean_weights(
   model: models.Transformer, tokens_BT: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], ...] | None:

@@ -205,6 +205,6 @@ def _bare(axes: axes_lib.Axes) -> None:
 
 
 def _short(column: str) -> str:
-  """embedding, sublayer 3, block 2, detail 2 -> emb, 3, b2, d2."""
+  """embedding, sublayer 3, block 2 -> emb, 3, b2."""
   kind, _, number = column.partition(" ")
   return {"embedding": "emb", "sublayer": number}.get(kind, kind[0] + number)

@@ -44,7 +44,7 @@ class Removal:
       minus the loss, in nats per token; NaN where there is no such source yet.
       The last row is the readout.
     weights: [L + 1, sources], the mean softmax weight; None for a scheme
-      without depth attention, or whose blocks have several weights (HAARES).
+      without depth attention.
     sources: a name per column.
     loss: the mean cross-entropy of the network, in nats per token.
   """
@@ -143,7 +143,7 @@ def _weights(
   model: models.Transformer, tokens_BT: jax.Array, num_sources: int
 ) -> np.ndarray | None:
   means = mean_weights(model, tokens_BT)
-  if means is None or max(len(weight_M) for weight_M, _ in means) > num_sources:
+  if means is None:
     return None
   rows = [np.asarray(weight_M, np.float64) for weight_M, _ in means]
   return stack_rows(rows, num_sources)

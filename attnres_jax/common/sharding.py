@@ -83,7 +83,6 @@ class Parameter(NamedTuple):
       load.
     wide: whether its products are in float32, whatever the dtype of
       activations is.
-    adapter: whether it belongs to an adapter; then nothing else is trained.
     value: an array or a `ShapeDtypeStruct`. Leading axes that `axes` does not
       name are stacked sublayers.
   """
@@ -93,7 +92,6 @@ class Parameter(NamedTuple):
   decays: bool
   load: bool
   wide: bool
-  adapter: bool
   value: Any
 
   @property
@@ -126,7 +124,6 @@ def map_parameters(
       if "axes" in said:
         about = said.get("decays", True), said.get("load", False)
         about = said["axes"], *about, said.get("wide", False)
-        about = *about, said.get("adapter", False)
         return jax.tree.map(
           lambda x: function(Parameter(name, *about, x)), node
         )

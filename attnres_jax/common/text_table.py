@@ -80,15 +80,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     ).rstrip()
     for line in lines
   )
-
-
-def columns(rows: Sequence[Sequence[str]], *, rule: bool = False) -> str:
-  """Columns of words, each to the left; `rule` underlines the first row."""
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  lines = [
-    "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-    for row in rows
-  ]
-  if rule:
-    lines.insert(1, "  ".join("-" * width for width in widths))
-  return "\n".join(lines) + "\n"

@@ -35,7 +35,6 @@ from attnres_jax.config.model import ActivationConfig as ActivationConfig
 from attnres_jax.config.model import AttentionConfig as AttentionConfig
 from attnres_jax.config.model import DepthReadConfig as DepthReadConfig
 from attnres_jax.config.model import KdaConfig as KdaConfig
-from attnres_jax.config.model import LoraConfig as LoraConfig
 from attnres_jax.config.model import MlaConfig as MlaConfig
 from attnres_jax.config.model import ModelConfig as ModelConfig
 from attnres_jax.config.model import MoeConfig as MoeConfig

@@ -2,7 +2,6 @@
 """The description of a network: its sublayers and its residual scheme."""
 
 import dataclasses
-import re
 from typing import Literal
 
 from attnres_jax.config import errors
@@ -112,18 +111,18 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
       and merges the open source (Alg. 1); `one_softmax` is the definition.
     schedule_size: sublayers that share one phase 1 in Full AttnRes; affects the
       schedule, not the function.
-    rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr` and
-      `laurel_pa`, width / 8 in `gated_residual`. Others refuse it.
+    rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr`,
+      width / 8 in `gated_residual`. Others refuse it.
     streams: residual streams of schemes that have several; others refuse it.
     stream_dtype: in which these streams are kept between sublayers; sums and
       coefficients are float32 in any case. `bfloat16` halves what they move and
       occupy, and rounds each stream once per sublayer. Only
-      `hyper_connections`, `mhc` and their relatives take it, except `xhc`.
+      `hyper_connections`, `mhc` and their relatives take it.
     gate: factor of the depth mixture in `delta_attnres` and its relatives.
       `one` is no gate; `zero`, a learned number per sublayer that starts at
       zero; `scalar` and `vector`, the sigmoid of a learned number per sublayer,
       or per channel, that starts at -2. `own` is the scheme's own: `zero` in
-      `delta_mh` and `delta_mh_alternating`, else `one`.
+      `delta_mh`, else `one`.
     read: how depth attention scores and weighs its sources.
   """
 
@@ -179,24 +178,18 @@ class RopeConfig(fields.Checked, prefix="model.rope"):
     scaling: `llama3` divides the frequencies of channels that turn fewer than
       `low_turns` times in `original_length` tokens by `factor`, keeps those
       above `high_turns`, and interpolates between, linearly in turns (Llama
-      3.1); `yarn` linearly in channels (arXiv:2309.00071); or `none`.
+      3.1); or `none`.
     factor: see `scaling`.
     low_turns: see `scaling`.
     high_turns: see `scaling`.
     original_length: tokens per sequence of the first training.
-    logit_scale: multiplies all logits of attention, as YaRN does with long
-      sequences.
-    pairs: which channels turn together: each of the first half with one of the
-      second (`halves`), or `neighbours` (DeepSeek).
   """
 
-  scaling: Literal["none", "llama3", "yarn"] = "none"
+  scaling: Literal["none", "llama3"] = "none"
   factor: fields.Positive = 8.0
   low_turns: fields.Positive = 1.0
   high_turns: fields.Positive = 4.0
   original_length: fields.Size = 8192
-  logit_scale: fields.Positive = 1.0
-  pairs: Literal["halves", "neighbours"] = "halves"
 
   def __post_init__(self):
     super().__post_init__()
@@ -258,11 +251,8 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
     shared_width: of the part of the key that all heads share.
     value_width: of a head's value.
     latent_eps: of the RMSNorm of latents.
-    query_rank: of a latent from which queries are computed (DeepSeek-V3); 0
+    query_rank: of a latent from which queries are computed (Kimi K3); 0
       computes them from the input.
-    rope_theta: base of the rotary positions of shared parts of keys and of what
-      meets them in queries (DeepSeek-V3), scaled as `model.rope` says; 0 for
-      none.
     output_gate: heads are multiplied by the sigmoid of a linear map of the
       input (Kimi K3).
   """
@@ -273,16 +263,7 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
   value_width: fields.Size = 128
   latent_eps: fields.Positive = 1e-6
   query_rank: fields.Count = 0
-  rope_theta: fields.NotNegative = 0.0
   output_gate: bool = False
-
-  def __post_init__(self):
-    super().__post_init__()
-    self.require(
-      not self.rope_theta or self.shared_width % 2 == 0,
-      "shared_width",
-      "an even number with rotary positions (or model.mla.rope_theta=0)",
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,9 +278,6 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
     scaling_factor: of the renormalised weights of the routed experts.
     dense_layers: number of transformer blocks, from the first, whose MLP is
       dense, of `model.mlp_width`.
-    groups: equal parts of the experts, by number (DeepSeek-V3).
-    top_groups: groups that a token's experts come from: the groups with the
-      largest sums of their two best scores.
     latent_width: routed experts read and write a latent of this width, in place
       of the model's; a matrix leads to it and one back (Kimi K3). 0 for none.
     latent_norm: the weighted sum of their outputs is normalised.
@@ -311,67 +289,23 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
   num_shared: fields.Count = 1
   scaling_factor: fields.Positive = 2.446
   dense_layers: fields.Count = 0
-  groups: fields.Size = 1
-  top_groups: fields.Size = 1
   latent_width: fields.Count = 0
   latent_norm: bool = False
 
   def __post_init__(self):
     super().__post_init__()
-    none, groups = not self.num_experts, self.groups
+    none = not self.num_experts
     self.require(
       none or self.num_experts >= self.top_k,
       "num_experts",
       f"at least model.moe.top_k={self.top_k}, or 0 for dense MLPs",
     )
     self.require(none or self.expert_width, "expert_width", "a number above 0")
-    size, rest = divmod(self.num_experts, groups)
-    self.require(
-      groups == 1 or (size > 1 and not rest),
-      "groups",
-      f"equal groups of 2 experts and more, of {self.num_experts} in all",
-    )
-    self.require(
-      self.top_groups <= groups,
-      "top_groups",
-      f"at most model.moe.groups={groups}",
-    )
-    self.require(
-      groups == 1 or self.top_groups * size >= self.top_k,
-      "top_groups",
-      f"groups that have model.moe.top_k={self.top_k} experts together",
-    )
     self.require(
       self.latent_width or not self.latent_norm,
       "latent_norm",
       "False with model.moe.latent_width=0",
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraConfig(fields.Checked, prefix="model.lora"):
-  """Low-rank adapters, which are then all that is trained (`models.lora`).
-
-  Attributes:
-    rank: of each adapter; 0 for none.
-    alpha: adapters are multiplied by alpha / rank.
-    match: a regular expression that is found in the names of matrices that get
-      adapters, such as `core/(query|value)`; names are like
-      `sublayers/attention/core/query`.
-  """
-
-  rank: fields.Count = 0
-  alpha: fields.Positive = 16.0
-  match: str = "^sublayers/"
-
-  def __post_init__(self):
-    super().__post_init__()
-    try:
-      re.compile(self.match)
-    except re.error as error:
-      errors.fail(
-        "model.lora.match", self.match, f"a regular expression ({error})"
-      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,11 +361,8 @@ class ModelConfig(fields.Checked, prefix="model"):
     mla: shape of `mla` mixers.
     moe: experts that replace dense MLPs.
     residual: the scheme that connects the sublayers.
-    depth_memory: what mixers keep for later mixers of the same token: `none`,
-      or another key of `attnres_jax.models.memory.DEPTH_MEMORY`.
-    lora: low-rank adapters of matrices.
-    depth_stride: distance between the mixers that `depth_attention` mixes; 0
-      for half of the mixers of a kind.
+    value_residual: whether the values of a mixer are the mean of its own and
+      of those of the first mixer of its kind (`models.value_residual`).
   """
 
   vocab_size: fields.Count = 0
@@ -462,9 +393,7 @@ class ModelConfig(fields.Checked, prefix="model"):
   mla: MlaConfig = MlaConfig()
   moe: MoeConfig = MoeConfig()
   residual: ResidualConfig = ResidualConfig()
-  lora: LoraConfig = LoraConfig()
-  depth_memory: str = "none"
-  depth_stride: fields.Count = 0
+  value_residual: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -476,10 +405,10 @@ class ModelConfig(fields.Checked, prefix="model"):
       "dense_layers",
       f"at most model.num_layers={self.num_layers}",
     )
-    self.attention.require(
-      self.depth_memory == "none" or not self.attention.qkv_bias,
-      "qkv_bias",
-      f"False with model.depth_memory={self.depth_memory!r}",
+    self.require(
+      not (self.value_residual and self.depth_loop == "scan"),
+      "depth_loop",
+      "'unrolled' with model.value_residual=True",
     )
     self.residual.require(
       self.residual.block_size <= self.num_sublayers,

@@ -95,7 +95,7 @@ def count_tokens(config: config_lib.DataConfig) -> list[int]:
 def _check_vocabulary(config: config_lib.RunConfig) -> None:
   """Rows of the embedding beyond a padded vocabulary would never be used.
 
-  An imported network may have more, such as DeepSeek-V3.
+  An imported network may have more.
   """
   given, name = config.model.vocab_size, config.data.tokenizer
   size = tokenizer_lib.make_tokenizer(config.data).vocab_size

@@ -10,8 +10,8 @@
     print(decoder.add(id), end="")
   print(decoder.end())
 
-`sample`, `serve`, `score` and exports all turn text into tokens and back with
-this object. It has two origins:
+`sample`, the harness and exports all turn text into tokens and back with this
+object. It has two origins:
 
 - A run of ours: the tokenizer's separator opens and ends every document.
 - An imported checkpoint, which is a vocabulary file with an `interop.json`
@@ -92,25 +92,6 @@ class TextFormat:
     """The text of ids, without special tokens."""
     return self.tokenizer.decode(ids)
 
-  def label(self, id: int) -> str:
-    """The text of one token within a text.
-
-    Special tokens have their names. A part of a character has no text, and
-    becomes "token_id:N".
-    """
-    if not self.imported and id in self.end_ids:
-      return "<|endoftext|>"
-    if isinstance(self.tokenizer, _Imported) and self.tokenizer.skips(id):
-      return self.tokenizer.name_of(id) or label_of_id(id)
-    anchor = self._anchor
-    text = self.decode([*anchor, id])[len(self.decode(anchor)) :]
-    return text if text and _UNKNOWN not in text else label_of_id(id)
-
-  @functools.cached_property
-  def _anchor(self) -> list[int]:
-    """Ids of a letter, behind which a token keeps the space it begins with."""
-    return self.encode("a") if self.imported else []
-
   def decoder(self, before: Sequence[int] = ()) -> "Decoder":
     """Decodes what follows the ids `before`, token by token."""
     return Decoder(self.tokenizer, before)
@@ -179,11 +160,6 @@ class Decoder:
       return False
     text = self._tokenizer.decode([id])
     return bool(text) and _UNKNOWN not in text
-
-
-def label_of_id(id: int) -> str:
-  """The label of a token without a text."""
-  return f"token_id:{id}"
 
 
 def own(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:

@@ -90,26 +90,19 @@ class Drawn(NamedTuple):
   Attributes:
     token_B: int32.
     logprob_B: float32, its log-probability by the network, without settings.
-    top_BK: int32, the most likely tokens.
-    top_logprob_BK: float32, their log-probabilities.
   """
 
   token_B: jax.Array
   logprob_B: jax.Array
-  top_BK: jax.Array
-  top_logprob_BK: jax.Array
 
 
-def draw(
-  logits_BV: jax.Array, rows: Rows, position_B: jax.Array, num_top: int = 0
-) -> Drawn:
+def draw(logits_BV: jax.Array, rows: Rows, position_B: jax.Array) -> Drawn:
   """Draws a token of every row.
 
   Args:
     logits_BV: float32.
     rows: their settings.
     position_B: of the tokens in their sequences.
-    num_top: K, how many of the most likely tokens are reported.
   """
   logprob_BV = jax.nn.log_softmax(logits_BV)
   greedy_B = _highest(logits_BV)
@@ -121,9 +114,8 @@ def draw(
   )
   token_B = jnp.where(rows.temperature > 0, drawn_B, greedy_B)
   token_B = token_B.astype(jnp.int32)
-  top_logprob_BK, top_BK = jax.lax.top_k(logprob_BV, num_top)
   logprob_B1 = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)
-  return Drawn(token_B, logprob_B1[:, 0], top_BK, top_logprob_BK)
+  return Drawn(token_B, logprob_B1[:, 0])
 
 
 # On CPU, XLA computes an argmax one entry at a time.

@@ -39,8 +39,6 @@ from attnres_jax.inference import programs
 _LEAST_CHUNK, _LEAST_CONTEXT = 16, 128
 
 Finish = Literal["stop", "length"]
-# Ids and log-probabilities of the most likely tokens.
-Top = tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,17 +68,13 @@ class Token(NamedTuple):
     request: what `Engine.submit` returned.
     id: of the token.
     logprob: its log-probability by the network, whatever the settings.
-    top: the most likely ids and their log-probabilities.
     finish: why this is the last token of the request, or None.
-    first: whether it is the first one.
   """
 
   request: int
   id: int
   logprob: float
-  top: Top
   finish: Finish | None
-  first: bool = False
 
 
 @dataclasses.dataclass
@@ -105,7 +99,6 @@ class Engine:
     slots: how many requests run at once.
     length: most tokens of a request, with its prompt.
     chunk: most tokens of a prompt that are computed at once.
-    num_top: how many of the most likely tokens every `Token` lists.
   """
 
   def __init__(
@@ -115,7 +108,6 @@ class Engine:
     slots: int = 8,
     length: int = 2048,
     chunk: int = 256,
-    num_top: int = 0,
     mesh: Mesh | None = None,
     separate: bool | None = None,
   ):
@@ -126,7 +118,6 @@ class Engine:
       slots: how many requests run at once.
       length: most tokens of a request.
       chunk: most tokens of a prompt that are computed at once.
-      num_top: how many of the most likely tokens every `Token` lists.
       mesh: of `sharding.make_mesh`; slots are sharded over its rows.
       separate: whether each layer has separate weights and caches, rather than
         a part of one array per kind of layer; the faster one on this platform
@@ -140,7 +131,6 @@ class Engine:
       ("slots", slots, fields.Size),
       ("length", length, fields.Size),
       ("chunk", chunk, fields.Size),
-      ("num_top", num_top, fields.Count),
     ):
       fields.accept(name, value, kind)
     # Rows of a chunk: a mesh computes one prompt per shard of rows.
@@ -151,8 +141,7 @@ class Engine:
         "slots", slots, f"a multiple of the mesh's {self._rows} shards of rows"
       )
     self.slots, self.length = slots, length
-    self.chunk, self.num_top = min(chunk, length), num_top
-    self._static = dict(num_top=num_top, mesh=mesh)
+    self.chunk = min(chunk, length)
     self._mesh = mesh
     if separate is None:
       separate = prepared.platform_of(mesh) in prepared.SEPARATE_ON
@@ -187,19 +176,15 @@ class Engine:
     """How many further requests can be submitted."""
     return self.slots - len(self._live)
 
-  @property
-  def model(self) -> models.Transformer:
-    """The network, with matrices in the dtype of its products."""
-    return self._model
-
   def submit(self, request: Request) -> int:
     """Gives a free slot to a request; returns its number.
 
     Raises:
-      ConfigError: see `check`.
+      ConfigError: it is empty, longer than `length`, or has ids that are not
+        in the vocabulary.
       ValueError: no slot is free.
     """
-    self.check(request)
+    self._check(request)
     if not self.num_free:
       raise ValueError("no slot is free")
     slot = next(slot for slot in range(self.slots) if slot not in self._live)
@@ -214,12 +199,7 @@ class Engine:
     )
     return number
 
-  def check(self, request: Request) -> None:
-    """Refuses what `submit` would refuse; safe in any thread.
-
-    Raises:
-      ConfigError: it is empty, longer than `length`, or see `check_ids`.
-    """
+  def _check(self, request: Request) -> None:
     fields.accept("--num_tokens", request.num_tokens, fields.Tokens)
     size, room = len(request.prompt), self.length - request.num_tokens
     if room < 1:
@@ -235,47 +215,16 @@ class Engine:
         f"1 to {room}, since {request.num_tokens} are to be drawn and the"
         f" engine has room for {self.length}",
       )
-    check_ids(request.prompt, self._model.config.vocab_size)
+    vocab_size = self._model.config.vocab_size
+    for i in request.prompt:
+      if not 0 <= i < vocab_size:
+        config_lib.fail_argument("prompt", i, f"ids below {vocab_size}")
 
   def cancel(self, number: int) -> None:
     """Ends a request, which gets no more tokens. Others are ignored."""
     self._live = {
       slot: live for slot, live in self._live.items() if live.number != number
     }
-
-  def warm_up(self) -> int:
-    """Compiles every program, so that no request waits for the compiler.
-
-    Only while nothing runs.
-
-    Returns:
-      The number of programs.
-    """
-    contexts = [0, *_buckets(_LEAST_CONTEXT, self.length, 4)]
-    sizes = _buckets(min(_LEAST_CHUNK, self.chunk), self.chunk, 4)
-    rows = dict(
-      slot_P=np.full(self._rows, self.slots, np.int32),
-      length_P=np.zeros(self._rows, np.int32),
-      last_P=np.zeros(self._rows, bool),
-    )
-    kinds = list(itertools.product(contexts, sizes))
-    for context, size in kinds:
-      size += -size % self._tensor
-      empty_PT = np.zeros((self._rows, size), np.int32)
-      self._state, _ = programs.extend(
-        self._model, self._state, empty_PT, *rows.values(), context=context,
-        **self._static,
-      )  # fmt: skip
-    decoding = _buckets(_LEAST_CONTEXT, self.length, 2)
-    for context in decoding:
-      self._state, _ = programs.next_token(
-        self._model,
-        self._state,
-        np.zeros(self.slots, bool),
-        context=context,
-        **self._static,
-      )
-    return len(kinds) + len(decoding)
 
   def step(self) -> list[Token]:
     """Computes a chunk of prompts, and a token of all other requests.
@@ -315,7 +264,7 @@ class Engine:
       length_P,
       last_P,
       context=self._context(max(live.cached for live in some), 4),
-      **self._static,
+      mesh=self._mesh,
     )
     for live, part in zip(some, parts):
       live.cached += len(part)
@@ -334,7 +283,7 @@ class Engine:
       self._state,
       active_B,
       context=self._context(max(live.cached for live in some), 2),
-      **self._static,
+      mesh=self._mesh,
     )
     for live in some:
       live.cached += 1
@@ -357,17 +306,8 @@ class Engine:
         finish = "length"
       if finish:
         del self._live[live.slot]
-      top = zip(drawn.top_BK[row].tolist(), drawn.top_logprob_BK[row].tolist())
-      tokens.append(
-        Token(
-          live.number,
-          token,
-          float(drawn.logprob_B[row]),
-          tuple(top),
-          finish,
-          live.drawn == 1,
-        )
-      )
+      logprob = float(drawn.logprob_B[row])
+      tokens.append(Token(live.number, token, logprob, finish))
     return tokens
 
   def _context(self, cached: int, factor: int) -> int:
@@ -377,28 +317,12 @@ class Engine:
     return _bucket(cached, _LEAST_CONTEXT, self.length, factor)
 
 
-def check_ids(ids: Sequence[int], vocab_size: int) -> None:
-  """Refuses ids that are not in the vocabulary.
-
-  Raises:
-    ConfigError: names the first of them.
-  """
-  wrong = [i for i in ids if not 0 <= i < vocab_size]
-  if wrong:
-    config_lib.fail_argument("prompt", wrong[0], f"ids below {vocab_size}")
-
-
-def _buckets(least: int, most: int, factor: int) -> list[int]:
-  """`least`, `factor` times as much and so on, and `most`."""
-  found = [min(least, most)]
-  while found[-1] < most:
-    found.append(min(found[-1] * factor, most))
-  return found
-
-
 def _bucket(size: int, least: int, most: int, factor: int) -> int:
-  """The smallest bucket of at least this size."""
-  return next(n for n in _buckets(least, most, factor) if n >= size)
+  """`least` times the smallest power of `factor` with room for `size`."""
+  bucket = least
+  while bucket < size:
+    bucket *= factor
+  return min(bucket, most)
 
 
 def _as_arrays(request: Request) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from jax.sharding import Sharding
 from attnres_jax import models
 from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
-from attnres_jax.models import lora
 
 # Where decoding is faster with separate arrays for each layer.
 SEPARATE_ON = ("cpu",)
@@ -52,7 +51,6 @@ def prepared(
       return value
     return value.astype(model.config.dtype)
 
-  model = lora.merged(model)
   model = sharding.map_parameters(cast, model)
   if separate:
     model.sublayers = layer_stacks.separated(model.sublayers)

@@ -50,9 +50,7 @@ def trace_next(
   """
   model, state = _abstract(model, mesh, slots, length)
   active_B = jax.ShapeDtypeStruct((slots,), bool)
-  return next_token.trace(
-    model, state, active_B, context=length, num_top=0, mesh=mesh
-  )
+  return next_token.trace(model, state, active_B, context=length, mesh=mesh)
 
 
 def trace_extend(
@@ -74,7 +72,7 @@ def trace_extend(
   tokens_PT = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
   return extend.trace(
     model, state, tokens_PT, int_P, int_P, bool_P,
-    context=cached, num_top=0, mesh=mesh,
+    context=cached, mesh=mesh,
   )  # fmt: skip
 
 
@@ -137,7 +135,7 @@ def _on(function: Any) -> Any:
   return jax.jit(
     run,
     donate_argnames="state",
-    static_argnames=("context", "num_top", "mesh"),
+    static_argnames=("context", "mesh"),
   )
 
 
@@ -157,9 +155,7 @@ def start(model, state, slot, settings):
 
 
 @_on
-def extend(
-  model, state, tokens_PT, slot_P, length_P, last_P, *, context, num_top
-):
+def extend(model, state, tokens_PT, slot_P, length_P, last_P, *, context):
   """A chunk of the prompts of P slots; the first token where a prompt ends."""
   out = model.extend(
     tokens_PT,
@@ -172,7 +168,7 @@ def extend(
   rows = jax.tree.map(lambda a: a.at[slot_P].get(mode="clip"), state.rows)
   rows = rows.greedy_unless(last_P)
   position_P = out.added.chunk.start_B + length_P
-  drawn = draw_lib.draw(logits_PV, rows, position_P, num_top)
+  drawn = draw_lib.draw(logits_PV, rows, position_P)
   # Prompts that do not end here have no place for a token.
   ended_P = jnp.where(last_P, slot_P, state.token_B.size)
   return (
@@ -186,7 +182,7 @@ def extend(
 
 
 @_on
-def next_token(model, state, active_B, *, context, num_top):
+def next_token(model, state, active_B, *, context):
   """The next token of every active slot."""
   out = model.extend(
     state.token_B[:, None],
@@ -197,7 +193,7 @@ def next_token(model, state, active_B, *, context, num_top):
   logits_BV = model.embedding.decode(out.hidden_BTD)[:, 0]
   position_B = out.added.chunk.start_B + 1
   rows = state.rows.greedy_unless(active_B)
-  drawn = draw_lib.draw(logits_BV, rows, position_B, num_top)
+  drawn = draw_lib.draw(logits_BV, rows, position_B)
   return (
     State(
       cache_lib.append(state.cache, out.added),

@@ -58,14 +58,12 @@ class Piece(NamedTuple):
   Attributes:
     index: of its prompt.
     text: which may be empty.
-    offset: where the token begins, in characters after the prompt.
     token: that was drawn.
     finish: why this is the last piece, or None.
   """
 
   index: int
   text: str
-  offset: int
   token: engine_lib.Token
   finish: engine_lib.Finish | None
 
@@ -109,7 +107,6 @@ class Text:
 
   Attributes:
     stopped: whether one of the stop strings was found.
-    size: the characters of all complete tokens.
   """
 
   def __init__(
@@ -119,19 +116,18 @@ class Text:
     stop: Sequence[str] = (),
   ):
     """For what follows the ids `before`, up to any of the strings `stop`."""
-    self.stopped, self.size = False, 0
+    self.stopped = False
     self._decoder = text_format.decoder(before)
     self._stop = tuple(stop)
     self._held = ""
 
   def take(self, token: engine_lib.Token, index: int) -> Piece:
     """What a token adds to the text of this index."""
-    offset = self.size
     more = "" if token.finish == "stop" else self.add(token.id)
     if token.finish and not self.stopped:
       more += self.end()
     finish = "stop" if self.stopped else token.finish
-    return Piece(index, more, offset, token, finish)
+    return Piece(index, more, token, finish)
 
   def add(self, token: int) -> str:
     """What is certain of the text after another token, and was not before."""
@@ -144,7 +140,6 @@ class Text:
 
   def _release(self, more: str) -> str:
     """Holds back what may be the start of a stop string."""
-    self.size += len(more)
     text = self._held + more
     found = [at for at in map(text.find, self._stop) if at >= 0]
     if found:

@@ -10,8 +10,6 @@ refuses a network that is then another one, whichever field was lost.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import math
-import types
 from typing import Any, NamedTuple, NoReturn
 
 from attnres_jax import config as config_lib
@@ -136,7 +134,6 @@ def key(
   default: Any = REQUIRED,
   *,
   null: Any = REQUIRED,
-  words: Mapping[Any, Any] = types.MappingProxyType({}),
 ) -> Entry:
   """A key that states a field.
 
@@ -146,19 +143,16 @@ def key(
     kind: see `Keys.take`.
     default: what an absent key means, or a function of the fields found.
     null: the value of the field for which null is written.
-    words: values of the key, and the field's in their place.
   """
   names = fields.split()
-  backwards = {field: word for word, field in words.items()} | {null: None}
 
   def read(keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
     usual = default(found) if callable(default) else default
-    value = keys.take(name, kind, usual)
-    return dict.fromkeys(names, words.get(value, value))
+    return dict.fromkeys(names, keys.take(name, kind, usual))
 
   def write(config: config_lib.ModelConfig) -> dict[str, Any]:
-    value = get(config, names[0]) if names else default
-    return {name: backwards.get(value, value)}
+    value = get(config, names[0])
+    return {name: None if value == null else value}
 
   return Entry(read, write)
 
@@ -265,10 +259,6 @@ def check_same(
   wrong = [
     f"config.model.{field}: got {value!r}, expected {only!r}"
     for field, (value, only) in config_lib.differences(ours, theirs).items()
-    # The square of a square root, in YaRN's factor of logits.
-    if not (
-      isinstance(value, float) and math.isclose(value, only, rel_tol=1e-12)
-    )
   ]
   if wrong:
     raise config_lib.ConfigError("; ".join(wrong))
@@ -314,22 +304,16 @@ def network(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
   )  # fmt: skip
   present, scheme = set(config.sublayer_kinds), config.residual.name
   attends = "attention" in present
-  turns = (attends and config.rope_theta) or (
-    "mla" in present and config.mla.rope_theta
-  )
   # Beginnings of names, and whether such fields have an effect.
   effects = {
     "num_kv_heads": attends, "head_width": attends, "rope_theta": attends,
     "attention.": attends, "kda.": "kda" in present, "mla.": "mla" in present,
-    "moe.": "moe" in present, "moe.top_groups": config.moe.groups > 1,
+    "moe.": "moe" in present,
     "activation.": config.activation.name != "silu",
-    "rope.": turns and config.rope.scaling != "none",
-    "lora.": config.lora.rank, "depth_stride": config.depth_memory != "none",
+    "rope.": attends and config.rope_theta and config.rope.scaling != "none",
     "residual.": scheme != "prenorm",
   }  # fmt: skip
-  kept = {"residual.name", "rope.logit_scale"} | (
-    {"rope.pairs"} if turns else set()
-  )
+  kept = {"residual.name"}
   if scheme in ("block_attnres", "full_attnres"):
     effects["residual."] = False
     kept |= {name for name in flat if name.startswith("residual.read.")}

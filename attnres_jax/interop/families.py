@@ -36,8 +36,7 @@ class Family:
     names: of its tensors.
     below: the key of the object that describes the network; "" for the whole.
     beside: entries of the whole, if `below` is not "".
-    unused: patterns of tensors that do not belong to the network, given the
-      config, config.json and the names of all tensors.
+    unused: patterns of tensors that do not belong to the network.
     renamed: a pattern of names in some files, and what `names` has for it.
     code: a file beside the weights, if transformers has no class.
   """
@@ -48,7 +47,7 @@ class Family:
   names: layout.Names = layout.Names()
   below: str = ""
   beside: Sequence[table.Entry] = ()
-  unused: Any = lambda config, values, names: ()
+  unused: Sequence[str] = ()
   renamed: tuple[str, str] = (r"$^", "")
   code: pathlib.Path | None = None
 
@@ -96,18 +95,15 @@ _COMMON = (
 )
 _SILU = fixed("hidden_act", "silu")
 
-
-_EPS = key("rms_norm_eps", "norm_eps", kinds.Positive, 1e-6)
-
 # Softmax attention and SwiGLU.
 
 _DECODER = (
   *_COMMON,
   _SILU,
-  _EPS,
+  key("rms_norm_eps", "norm_eps", kinds.Positive, 1e-6),
   key("num_key_value_heads", "num_kv_heads", default=lambda f: f["num_heads"]),
   fixed("mlp_bias", False, written=False),
-  positions.entry("rope_theta"),
+  positions.ENTRY,
 )
 _BIASES = key(
   "attention_bias", "attention.qkv_bias attention.output_bias", bool, False
@@ -129,71 +125,8 @@ _WINDOWS = (
 
 # MLA, KDA and experts.
 
-_MLA = (
-  key("kv_lora_rank", "mla.latent_rank"),
-  key("qk_nope_head_dim", "mla.nope_width"),
-  key("qk_rope_head_dim", "mla.shared_width"),
-  key("v_head_dim", "mla.value_width"),
-)
-_QUERY_RANK = key("q_lora_rank", "mla.query_rank", kinds.Size, 0, null=0)
-
-
-_EXPERTS = (
-  key("moe_intermediate_size", "moe.expert_width"),
-  fixed("moe_layer_freq", 1),
-)
 _FACTOR = "routed_scaling_factor", "moe.scaling_factor", kinds.Positive
 
-
-def _second_tokens(config: Any, values: Any, names: Any) -> tuple[str, ...]:
-  """Layers that predict the token after the next one, after all others.
-
-  config.json counts them, and each has a matrix that joins two vectors.
-  """
-  first, count = config.num_layers, values.get("num_nextn_predict_layers") or 0
-  layers = range(first, first + min(count, len(names)))
-  return tuple(
-    rf"model\.layers\.{layer}\..*"
-    for layer in layers
-    if f"model.layers.{layer}.eh_proj.weight" in names
-  )
-
-
-_DEEPSEEK = (
-  *_COMMON,
-  _SILU,
-  _EPS,
-  *_MLA,
-  _QUERY_RANK,
-  same("num_key_value_heads", "num_heads"),
-  fixed("attention_bias", False),
-  fixed("scoring_func", "sigmoid"),
-  fixed("topk_method", "noaux_tc"),
-  fixed("norm_topk_prob", True),
-  # Files in eight bits have to be converted to BF16 first.
-  fixed("quantization_config", written=False),
-  *_EXPERTS,
-  key("n_routed_experts", "moe.num_experts"),
-  key("num_experts_per_tok", "moe.top_k"),
-  key("n_shared_experts", "moe.num_shared"),
-  key(*_FACTOR),
-  key("first_k_dense_replace", "moe.dense_layers", kinds.Count),
-  # Required: without them, transformers assumes 8 and 4.
-  key("n_group", "moe.groups"),
-  key("topk_group", "moe.top_groups"),
-  key(
-    "rope_interleave", "rope.pairs", bool, True,
-    words={True: "neighbours", False: "halves"},
-  ),
-  positions.entry("mla.rope_theta", latent=True),
-  # It says which layers to leave out: `_second_tokens`.
-  key("num_nextn_predict_layers", "", kinds.Count, 0),
-  # They follow from others, or describe code and training.
-  ignored(
-    "ep_size", "head_dim", "qk_head_dim", "num_mtp_layers",
-    "output_router_logits", "aux_loss_alpha", "seq_aux",
-  ),
-)  # fmt: skip
 
 # In `layer_types` of transformers, and ours.
 _TYPES = {"linear_attention": "kda", "full_attention": "mla"}
@@ -283,13 +216,17 @@ def _read_dense(keys: table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
 _KIMI = (
   *_COMMON,
   key("rms_norm_eps", "norm_eps", kinds.Positive, 1e-5),
-  *_MLA,
+  key("kv_lora_rank", "mla.latent_rank"),
+  key("qk_nope_head_dim", "mla.nope_width"),
+  key("qk_rope_head_dim", "mla.shared_width"),
+  key("v_head_dim", "mla.value_width"),
   same("num_key_value_heads", "num_heads"),
   fixed("mla_use_nope", True),
   fixed("attention_bias", False, written=False),
   fixed("moe_router_activation_func", "sigmoid"),
   fixed("moe_renormalize", True),
-  *_EXPERTS,
+  key("moe_intermediate_size", "moe.expert_width"),
+  fixed("moe_layer_freq", 1),
   key("num_experts", "moe.num_experts"),
   key("num_experts_per_token", "moe.top_k"),
   key("num_shared_experts", "moe.num_shared"),
@@ -344,7 +281,7 @@ _KIMI_K3 = (
   fixed("model_type", "kimi_linear"),
   _mixers(*_KDA, *_GATES),
   key(*_FACTOR, 1.0),
-  _QUERY_RANK,
+  key("q_lora_rank", "mla.query_rank", kinds.Size, 0, null=0),
   key("mla_use_output_gate", "mla.output_gate", bool, False),
   key("routed_expert_hidden_size", "moe.latent_width", kinds.Size, 0, null=0),
   key("latent_moe_use_norm", "moe.latent_norm", bool, False),
@@ -363,14 +300,13 @@ _NETWORK = {
   "": "vocab_size width num_layers mixers last_mixer num_heads num_kv_heads"
   " head_width mlp_width rope_theta norm_eps tie_embeddings logit_soft_cap",
   "attention.": "qkv_bias output_bias qk_norm",
-  "rope.": "scaling factor low_turns high_turns original_length logit_scale"
-  " pairs",
+  "rope.": "scaling factor low_turns high_turns original_length",
   "activation.": "name gate_bound up_bound",
   "kda.": "head_width conv_width gate_rank full_rank_gate decay_bound",
   "mla.": "latent_rank nope_width shared_width value_width latent_eps"
-  " query_rank rope_theta output_gate",
+  " query_rank output_gate",
   "moe.": "num_experts top_k expert_width num_shared scaling_factor"
-  " dense_layers groups top_groups latent_width latent_norm",
+  " dense_layers latent_width latent_norm",
   "residual.": "name block_size",
   "residual.read.": "heads logit_scale scale",
 }
@@ -421,7 +357,7 @@ FAMILIES: dict[str, Family] = {
     (*_DECODER, _BIASES, _HEAD_WIDTH),
     _PRENORM,
     # Of old files; they follow from the config, and are compared with it.
-    unused=lambda *_: (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+    unused=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
   ),
   "qwen2": Family(
     "Qwen2ForCausalLM",
@@ -435,13 +371,6 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM",
     (*_DECODER, _BIASES, key("head_dim", "head_width", default=128), *_WINDOWS),
     _PRENORM | {"attention.qk_norm": True},
-  ),
-  "deepseek_v3": Family(
-    "DeepseekV3ForCausalLM",
-    _DEEPSEEK,
-    _PRENORM | {"mixers": ("mla",)},
-    layout.Names(moe="mlp", expert=("gate_proj", "up_proj", "down_proj")),
-    unused=_second_tokens,
   ),
   "kimi_linear": Family(
     "KimiLinearForCausalLM",
@@ -468,7 +397,7 @@ FAMILIES: dict[str, Family] = {
       ),
       same("tie_word_embeddings", "tie_embeddings"),
     ),
-    unused=lambda *_: (r"vision_tower\..*", r"mm_projector\..*"),
+    unused=(r"vision_tower\..*", r"mm_projector\..*"),
   ),
 }  # fmt: skip
 

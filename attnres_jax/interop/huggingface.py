@@ -90,7 +90,7 @@ def read(folder: str | os.PathLike) -> Source:
   rules = tuple(_as_stored(rule, tensors) for rule in all_rules)
   used = _check(rules, tensors, where)
   others = tensors.keys() - set(used)
-  copies = _copies(family, config, values, others)
+  copies = _copies(family, config, others)
   for left in sorted(others - copies.keys()):
     tensor_files.fail(
       tensors[left].file, f"tensor {left!r} is not part of the network"
@@ -183,16 +183,14 @@ def _check(
 def _copies(
   family: families.Family,
   config: config_lib.ModelConfig,
-  values: Mapping[str, Any],
   others: Collection[str],
 ) -> dict[str, str]:
   """Tensors that are not needed -> the one that they copy, or ""."""
   prefix, found = family.names.prefix, {}
-  patterns = family.unused(config, values, others)
   for name in others:
     if config.tie_embeddings and name == f"{prefix}lm_head.weight":
       found[name] = f"{prefix}model.embed_tokens.weight"
-    elif any(re.fullmatch(pattern, name) for pattern in patterns):
+    elif any(re.fullmatch(pattern, name) for pattern in family.unused):
       found[name] = ""
   return found
 

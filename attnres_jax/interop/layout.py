@@ -29,20 +29,16 @@ class Names:
 
   Attributes:
     prefix: of all names.
-    moe: of experts and router, below a layer.
-    expert: the matrices gate, up and down of an expert.
     padded_a_log: KDA's A_log is a vector with zeros after its heads.
   """
 
   prefix: str = ""
-  moe: str = "block_sparse_moe"
-  expert: tuple[str, str, str] = ("w1", "w3", "w2")
   padded_a_log: bool = False
 
 
 # By kind of sublayer: each leaf below `core`, and the name of its tensor, to
 # which `.weight` is added unless it is a bias or A_log. `{}` stands for the
-# number of an expert, `{0}` to `{2}` for the matrices of `Names.expert`.
+# number of an expert.
 _HEADS = "query q_proj  key k_proj  value v_proj  output o_proj "
 KINDS = {
   "attention": _HEADS + """
@@ -64,7 +60,7 @@ KINDS = {
   "mlp": "gate gate_proj  up up_proj  down down_proj",
   "moe": """
     router gate               selection_bias gate.e_score_correction_bias
-    gate experts.{{}}.{0}     up experts.{{}}.{1}     down experts.{{}}.{2}
+    gate experts.{}.w1        up experts.{}.w3        down experts.{}.w2
     latent_down routed_expert_down_proj   shared/gate shared_experts.gate_proj
     latent_up routed_expert_up_proj       shared/up shared_experts.up_proj
     latent_norm/gain routed_expert_norm   shared/down shared_experts.down_proj
@@ -111,7 +107,7 @@ def _rules(
     layers = [
       f"model.layers.{l // 2}." for l, k in enumerate(kinds) if k == kind
     ]
-    for leaf, name in _tensors(kind, names, leaves):
+    for leaf, name in _tensors(kind, leaves):
       stack = [name]
       if "{}" in name:
         stack = [name.format(e) for e in range(config.moe.num_experts)]
@@ -129,14 +125,12 @@ def _rules(
     yield rule("residual/queries/gain", norm, stack=1)
 
 
-def _tensors(
-  kind: str, names: Names, leaves: Collection[str]
-) -> Iterator[tuple[str, str]]:
+def _tensors(kind: str, leaves: Collection[str]) -> Iterator[tuple[str, str]]:
   """The leaves of a kind, and their tensors below a layer."""
   norm = "post_attention" if kind in ("mlp", "moe") else "input"
   yield "norm/gain", f"{norm}_layernorm.weight"
-  parent = {"mlp": "mlp", "moe": names.moe}.get(kind, "self_attn")
-  words = KINDS[kind].format(*names.expert).split()
+  parent = {"mlp": "mlp", "moe": "block_sparse_moe"}.get(kind, "self_attn")
+  words = KINDS[kind].split()
   for leaf, name in zip(words[::2], words[1::2]):
     if leaf == "query" and "core/query_down" in leaves:
       name = "q_b_proj"  # From a latent.

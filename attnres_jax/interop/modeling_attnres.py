@@ -158,25 +158,12 @@ def rotated(x_BTNH, theta, rope, position_BT):
   frequency = theta ** (-pair / half)
   if rope["scaling"] != "none":
     low, high = rope["low_turns"], rope["high_turns"]
-    length = rope["original_length"]
-    if rope["scaling"] == "llama3":
-      turns = length * frequency / (2 * math.pi)
-      kept = ((turns - low) / (high - low)).clamp(0, 1)
-    else:  # YaRN.
-      first, last = (
-        half * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
-        for turns in (high, low)
-      )
-      first = max(math.floor(first), 0)
-      last = min(math.ceil(last), 2 * half - 1)
-      kept = 1 - ((pair - first) / (last - first or 1e-3)).clamp(0, 1)
+    turns = rope["original_length"] * frequency / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
     frequency = frequency * (kept + (1 - kept) / rope["factor"])
   angle = position_BT[:, :, None, None].float() * frequency
   cos, sin = angle.cos(), angle.sin()
-  wide = x_BTNH.float()
-  first, second = wide.chunk(2, -1)
-  if rope["pairs"] == "neighbours":
-    first, second = wide[..., ::2], wide[..., 1::2]
+  first, second = x_BTNH.float().chunk(2, -1)
   turned = torch.cat(
     [first * cos - second * sin, second * cos + first * sin], -1
   )
@@ -206,8 +193,10 @@ class Attention(nn.Module):
       project(x_BTD).view(batch, length, -1, self.head)
       for project in (self.q_proj, self.k_proj, self.v_proj)
     )
-    q, k = self.q_norm(q) * self.rope["logit_scale"], self.k_norm(k)
-    q, k = (rotated(a, self.theta, self.rope, rows.position_BT) for a in (q, k))
+    q, k = (
+      rotated(a, self.theta, self.rope, rows.position_BT)
+      for a in (self.q_norm(q), self.k_norm(k))
+    )
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     cache = joined(cache, (k, v), 2)
     k, v = (a.repeat_interleave(self.groups, dim=1) for a in cache)
@@ -224,7 +213,6 @@ class Mla(nn.Module):
     shape = network["mla"]
     self.rank, self.own = shape["latent_rank"], shape["nope_width"]
     shared, value = shape["shared_width"], shape["value_width"]
-    self.theta, self.rope = shape["rope_theta"], network["rope"]
     self.query_rank, self.gated = shape["query_rank"], shape["output_gate"]
     queries = self.heads * (self.own + shared)
     if self.query_rank:
@@ -241,10 +229,8 @@ class Mla(nn.Module):
       self.g_proj = linear(width, self.heads * value)
 
   def forward(self, x_BTD, cache, rows):
-    turns = self.theta, self.rope, rows.position_BT
     both = self.kv_a_proj_with_mqa(x_BTD)
     latent, shared = both[..., : self.rank], both[..., self.rank :]
-    shared = rotated(shared[:, :, None], *turns)[:, :, 0]
     cache = joined(cache, (self.kv_a_layernorm(latent), shared), 1)
     latent, shared = cache
     batch, keys, _ = latent.shape
@@ -256,9 +242,7 @@ class Mla(nn.Module):
       q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
     else:
       q = self.q_proj(x_BTD)
-    q = self.rope["logit_scale"] * q.view(batch, -1, self.heads, k.shape[-1])
-    own, shared = q[..., : self.own], q[..., self.own :]
-    q = torch.cat([own, rotated(shared, *turns)], -1)
+    q = q.view(batch, -1, self.heads, k.shape[-1])
     y_BNTV = attend(*(a.transpose(1, 2) for a in (q, k, v)), rows.text_BS)
     y = y_BNTV.transpose(1, 2).flatten(2)
     if self.gated:
@@ -386,18 +370,10 @@ class Router(nn.Module):
       torch.zeros(shape["num_experts"]), requires_grad=False
     )
     self.top_k, self.factor = shape["top_k"], shape["scaling_factor"]
-    self.groups, self.top_groups = shape["groups"], shape["top_groups"]
 
   def forward(self, x_UD):
     score_UE = (x_UD.float() @ self.weight.float().T).sigmoid()
     biased_UE = score_UE + self.e_score_correction_bias.float()
-    if self.groups > 1:  # Of other groups than the best, no expert.
-      biased_UGE = biased_UE.unflatten(1, (self.groups, -1))
-      of_group_UG = biased_UGE.topk(2, dim=-1).values.sum(-1)
-      best = of_group_UG.topk(self.top_groups, dim=-1).indices
-      others = torch.ones_like(of_group_UG).scatter(1, best, 0).bool()
-      biased_UGE = biased_UGE.masked_fill(others[..., None], -math.inf)
-      biased_UE = biased_UGE.flatten(1)
     expert_UK = biased_UE.topk(self.top_k, dim=-1).indices
     chosen_UK = score_UE.gather(1, expert_UK)
     sum_U1 = chosen_UK.sum(-1, keepdim=True) + _WEIGHT_EPS

@@ -56,7 +56,6 @@ class Moe(nnx.Module):
     experts, hidden = shape.num_experts, shape.expert_width
     self.top_k = shape.top_k
     self.scaling_factor = shape.scaling_factor
-    self.groups, self.top_groups = shape.groups, shape.top_groups
     self.activation = config.activation
     latent = shape.latent_width
     matrix = linear.matrices(config.init_std, rngs)
@@ -146,8 +145,6 @@ class Moe(nnx.Module):
     score_UE = jax.nn.sigmoid(logits_UE)
     bias_E = self.selection_bias[...]
     biased_UE = jax.lax.stop_gradient(score_UE + bias_E[None])
-    if self.groups > 1:
-      biased_UE = _in_best_groups(biased_UE, self.groups, self.top_groups)
     _, expert_UK = jax.lax.top_k(biased_UE, self.top_k)
     chosen_UK = jnp.take_along_axis(score_UE, expert_UK, axis=1)
     sum_U1 = jnp.sum(chosen_UK, axis=1, keepdims=True) + _WEIGHT_EPS
@@ -218,22 +215,6 @@ def _narrow_cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
     _, *axes = _cut(parameter)
     units = sharding.EXPERT, *(a or b for a, b in zip(axes, units))
   return sharding.PartitionSpec(*units)
-
-
-def _in_best_groups(biased_UE: jax.Array, groups: int, count: int) -> jax.Array:
-  """Scores of experts in the `count` best groups; others become -inf.
-
-  A group's score is the sum of its two best (arXiv:2412.19437 section 2.1.2, as
-  the released code does). Equal ones go to the lower number.
-  """
-  biased_UGE = jnp.reshape(biased_UE, (len(biased_UE), groups, -1))
-  best_UG2, _ = jax.lax.top_k(biased_UGE, 2)
-  _, chosen_UC = jax.lax.top_k(jnp.sum(best_UG2, axis=2), count)
-  is_best_UG = jnp.any(
-    chosen_UC[:, :, None] == jnp.arange(groups)[None, None], axis=1
-  )
-  masked_UGE = jnp.where(is_best_UG[:, :, None], biased_UGE, -jnp.inf)
-  return jnp.reshape(masked_UGE, biased_UE.shape)
 
 
 # Checkpointed, so that x is saved in its own dtype rather than float32.

@@ -21,7 +21,6 @@ The rules follow Moonlight (arXiv:2502.16982) unless marked as our choice:
                                                choice)
   selection biases of experts (`load=True`)    `balance_update`; no clipping,
                                                norms, decay or optimiser
-  everything but adapters, if there are any    not trained; no moments
 
 The room exceeds its budget of 600 lines by `groups`: an upcycled network may
 freeze its trained parameters, or train its new ones at other rates.
@@ -43,8 +42,6 @@ from attnres_jax.optimizer.schedules import (
 )
 from attnres_jax.optimizer.schedules import make_schedule as make_schedule
 from attnres_jax.optimizer.schedules import settled_steps as settled_steps
-
-_FROZEN = 2
 
 
 def _adamw(config: config_lib.OptimConfig) -> optax.GradientTransformation:
@@ -94,8 +91,8 @@ def make_optimizer(
     _scale_by_learning_rate(),
   )
   # Names of groups are parts of paths in checkpoints.
-  members: Any = {False: weights, True: _balance(), _FROZEN: _nothing()}
-  chosen = optax.partition(members, groups_of)
+  members: Any = {False: weights, True: _balance()}
+  chosen = optax.partition(members, loads)
   if config.freeze or config.rates:
     return groups.with_groups(chosen, config)
   return chosen
@@ -139,10 +136,6 @@ def balance_update(
   return bias + rate * (sign - jnp.mean(sign, axis=-1, keepdims=True))
 
 
-def _nothing() -> optax.GradientTransformationExtraArgs:
-  return optax.with_extra_args_support(optax.set_to_zero())
-
-
 def _no_state(params: Any) -> optax.EmptyState:
   del params
   return optax.EmptyState()
@@ -165,28 +158,11 @@ def loads(params: Any) -> Any:
   return sharding.map_parameters(lambda p: p.load, params)
 
 
-def groups_of(params: Any) -> Any:
-  """Tree of groups: `_FROZEN`, or whether a parameter is a selection bias."""
-  only = _has_adapters(params)
-  return sharding.map_parameters(
-    lambda p: _FROZEN if only and not p.adapter else p.load, params
-  )
-
-
 def trained(tree: Any, freeze: Sequence[str] = ()) -> Any:
   """The tree (of parameters or gradients) without what no gradient trains."""
-  only = _has_adapters(tree)
 
   def one(p: sharding.Parameter) -> Any:
-    fixed = p.load or (only and not p.adapter)
-    if freeze:
-      fixed = fixed or groups.matches(freeze, p.name)
+    fixed = p.load or (freeze and groups.matches(freeze, p.name))
     return None if fixed else p.value
 
   return sharding.map_parameters(one, tree)
-
-
-def _has_adapters(tree: Any) -> bool:
-  found = []
-  sharding.map_parameters(lambda p: found.append(p.adapter), tree)
-  return any(found)

@@ -1,37 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Draws a pipeline: its ticks, what it sends, what it holds. No device needed.
+r"""Counts what a pipeline sends, holds and idles. No device needed.
 
   python -m attnres_jax.pipeline --stage=4 --virtual_stages=2 \
     --microbatches=8 --sublayers=16 --block_size=4
-  python -m attnres_jax.pipeline --show=life --microbatch=5
   python -m attnres_jax.pipeline --config=configs/pipeline.py:size=micro
 
-The last one draws the pipeline that a config trains: its ranks, chunks,
+The second one counts the pipeline that a config trains: its ranks, chunks,
 microbatches, sublayers, blocks and rule, which flags then do not repeat.
-`docs/pipeline.md` explains what is drawn.
+`docs/pipeline.md` explains the words. A notebook, depth_attention, draws the
+ticks (Fig. 3).
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import sys
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import text_table
 from attnres_jax.models import residuals
-from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import layout as layout_lib
-from attnres_jax.pipeline import life
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import schedule as schedule_lib
+
+_CLOSED_FORMS = {
+  "naive": layout_lib.naive_total,
+  "cached": layout_lib.cached_total,
+  "minimum": layout_lib.minimum_total,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns its exit status."""
-  return command_line.run(lambda: print(draw(argv), end=""))
+  return command_line.run(lambda: print(counts(argv), end=""))
 
 
-def draw(argv: Sequence[str] | None = None) -> str:
+def counts(argv: Sequence[str] | None = None) -> str:
   """The output of the command.
 
   Raises:
@@ -51,7 +55,7 @@ def draw(argv: Sequence[str] | None = None) -> str:
     options.stream,
   )
   schedule = schedule_lib.make_schedule(layout, options.microbatches)
-  return "\n".join(PARTS[name](schedule, options) for name in options.show)
+  return sends_text(layout) + "\n" + holds_text(schedule, options.rule)
 
 
 def _take_config(options: argparse.Namespace) -> None:
@@ -77,6 +81,33 @@ def _take_config(options: argparse.Namespace) -> None:
     setattr(options, name, value)
 
 
+def sends(layout: layout_lib.Layout, rule: str) -> tuple[str, str, str]:
+  """Vectors per microbatch, forward: by formula, by plan and on links.
+
+  The formulas (Eq. 7, Eq. 8 and ours) assume that blocks complete at an even
+  pace. A plan counts whole blocks, then the embedding. Links also carry padding
+  and running sums.
+  """
+  total = layout.total_vectors(rule)
+  if layout.block_size is None:
+    formula, planned = "-", str(total)
+  else:
+    shape = layout.num_ranks, layout.num_virtual_stages
+    pace = layout.num_sublayers / layout.block_size / layout.num_chunks
+    blocks = layout.total_vectors(rule, embedding=False)
+    formula = f"{_CLOSED_FORMS[rule](*shape, pace):g}"
+    planned = f"{blocks} + {total - blocks}"
+  links = sum(layout.link_vectors(rule)) + sum(layout.link_partials())
+  return formula, planned, str(layout.num_virtual_stages * links)
+
+
+def sends_text(layout: layout_lib.Layout) -> str:
+  """A row per rule."""
+  header = ("vectors sent", "formula", "planned", "on links")
+  rows = [(rule, *sends(layout, rule)) for rule in layout_lib.RULES]
+  return text_table.table(header, rows) + "\n"
+
+
 def holds_text(schedule: schedule_lib.Schedule, rule: str) -> str:
   """A row per rank: the most that it holds at once, and the bubble."""
   ranks = range(schedule.layout.num_ranks)
@@ -94,16 +125,6 @@ def holds_text(schedule: schedule_lib.Schedule, rule: str) -> str:
     + f"\n{schedule.num_ticks} ticks, bubble"
     + f" {schedule.bubble(1, 2):.1%} with backward twice as long as forward\n"
   )
-
-
-PARTS: dict[str, Callable[[schedule_lib.Schedule, argparse.Namespace], str]] = {
-  "schedule": lambda schedule, _: drawing.schedule_text(schedule),
-  "transfers": lambda schedule, _: drawing.transfers_text(schedule.layout),
-  "life": lambda schedule, options: life.life_text(
-    schedule, options.microbatch, rule=options.rule
-  ),
-  "holds": lambda schedule, options: holds_text(schedule, options.rule),
-}
 
 
 def _parser() -> command_line.Parser:
@@ -125,12 +146,6 @@ def _parser() -> command_line.Parser:
     "--rule", default="minimum", choices=layout_lib.RULES,
     help="which blocks cross a boundary",
   )  # fmt: skip
-  parser.add_argument(
-    "--show", default=list(PARTS), nargs="+", choices=PARTS, help="what"
-  )
-  parser.add_argument(
-    "--microbatch", default=0, help="the microbatch whose life to show", **count
-  )
   return parser
 
 

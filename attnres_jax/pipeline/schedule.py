@@ -15,7 +15,7 @@ only) waste only the ideal bubble of (P - 1) / (V M). At V = 1, a rank has up to
 2 P - 1 microbatches in flight, as in eager 1F1B.
 
 Nothing here needs a device; the tables are numpy arrays that become constants
-of a program or are drawn (`attnres_jax.pipeline.drawing`).
+of a program or are drawn (notebooks/depth_attention.py).
 """
 
 import dataclasses

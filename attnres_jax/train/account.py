@@ -33,7 +33,7 @@ def start_lines(
   Args:
     config: with the size of its vocabulary.
     workdir: of the run.
-    parameters: of the network, adapters and embedding included.
+    parameters: of the network, embedding included.
     text_tokens: of each path of the training split.
   """
   name, optim = config.model.residual.name, config.optim

@@ -46,7 +46,6 @@ from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.common import sharding
 from attnres_jax.common import trees
-from attnres_jax.models import lora
 from attnres_jax.train import checksums
 from attnres_jax.train import orbax_s3
 from attnres_jax.train import train_state
@@ -299,9 +298,7 @@ def load_model(
   mesh: jax.sharding.Mesh | None = None,
   average: bool = True,
 ) -> tuple[config_lib.RunConfig, models.Transformer]:
-  """The configuration and trained model of a run, without adapters.
-
-  Adapters are added to their matrices.
+  """The configuration and trained model of a run.
 
   Args:
     workdir: of the run.
@@ -527,8 +524,7 @@ def _read_model(
   if not verified:
     logging.warning("checkpoint %d of %s is unverified", step, workdir)
   flat = {name.removeprefix(prefix): a for name, a in flat.items()}
-  model = lora.merged(trees.from_flat(abstract, flat))
-  return dataclasses.replace(config, model=model.config), model
+  return config, trees.from_flat(abstract, flat)
 
 
 def _folder(workdir: epath.PathLike, step: int) -> epath.Path:

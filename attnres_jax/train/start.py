@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import trees
-from attnres_jax.models import lora
 from attnres_jax.train import checkpoint
 from attnres_jax.train import run_folder
 from attnres_jax.train import train_state
@@ -55,30 +54,14 @@ class Source:
       "opt_state": trees.to_flat({"opt_state": like.opt_state}),
     }
     _, stored = checkpoint.describe(self.run, self.step)
-    # A network without adapters is where those of this run begin.
-    places = {name: lora.name_in_plain(name) for name in wanted["model"]}
-    places = {
-      name: plain
-      for name, plain in places.items()
-      if name not in stored and plain in stored
-    }
-    new = wanted["model"].keys() - places.keys() - stored.keys()
-    new = {name for name in new if places}
-    wanted["model"] = {
-      places.get(name, name): leaf
-      for name, leaf in wanted["model"].items()
-      if name not in new
-    }
     there = {n: s for n, s in stored.items() if n.startswith("opt_state/")}
     continued = there == {n: a.shape for n, a in wanted["opt_state"].items()}
     names = wanted["model"] | (wanted["opt_state"] if continued else {})
     loaded = trees.to_flat(program.init_state())
-    old = {plain: name for name, plain in places.items()}
     for name in names:
       # Both may not fit into memory.
-      loaded.pop(old.get(name, name)).delete()
-    read = checkpoint.read(self.run, self.step, names)
-    loaded |= {old.get(name, name): leaf for name, leaf in read.items()}
+      loaded.pop(name).delete()
+    loaded |= checkpoint.read(self.run, self.step, names)
     state = trees.from_flat(like, loaded)
     if state.average is not None:
       average = jax.tree.map(jnp.copy, state.model)
@@ -130,7 +113,4 @@ def _differences(
   found = config_lib.differences(
     *(dataclasses.asdict(model) for model in (old, new))
   )
-  same = _SAME_FUNCTION
-  if not old.lora.rank:  # Adapters begin without an effect.
-    same += tuple(f"lora.{f.name}" for f in dataclasses.fields(old.lora))
-  return {n: pair for n, pair in found.items() if n not in same}
+  return {n: pair for n, pair in found.items() if n not in _SAME_FUNCTION}

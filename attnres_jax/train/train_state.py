@@ -97,12 +97,6 @@ def make_program(config: config_lib.RunConfig, mesh: Mesh) -> "Program":
   if config.optim.qk_clip:
     qk_clip.check(config)
   pipelined = mesh.shape[sharding.STAGE] > 1
-  if config.model.lora.rank and (pipelined or config.optim.qk_clip):
-    config_lib.fail(
-      "model.lora.rank",
-      config.model.lora.rank,
-      "0, with mesh.stage above 1 or optim.qk_clip",
-    )
   make: Any = spmd.make_pipeline if pipelined else _Whole
   network = make(config, mesh)
   optimizer_lib.make_schedule(config.optim, config.train.steps)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import functools
 
 from attnres_jax.analysis import figures
+from attnres_jax.pipeline import __main__ as pipeline
+from attnres_jax.pipeline import layout as layout_lib
 from experiments.cost import networks
 from experiments.pages import readme as readme_lib
 
@@ -219,7 +221,26 @@ _TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
   "prompts": prompts, "experts": experts, "vectors": vectors,
 }  # fmt: skip
 _ROOT = "../.."
+# P ranks, V virtual stages each, K chunks per block.
+_PIPELINES = (
+  (4, 2, 1), (4, 2, 2), (4, 4, 1), (8, 4, 1), (8, 4, 2), (4, 1, 1), (8, 1, 2),
+)  # fmt: skip
+
+
+def transfers(_: readme_lib.Rows = ()) -> str:
+  """What pipelines send, counted in their plans; a sublayer per chunk."""
+  header, lines = ["P, V, K"], []
+  for rule in layout_lib.RULES:
+    header += [f"{rule}: formula", "planned", "on links"]
+  for ranks, stages, chunks in _PIPELINES:
+    layout = layout_lib.Layout(ranks, stages, 1, chunks)
+    cells = [pipeline.sends(layout, rule) for rule in layout_lib.RULES]
+    lines.append([f"{ranks}, {stages}, {chunks}", *sum(cells, ())])
+  return readme_lib.table(header, lines)
+
+
 PLACES = [
+  readme_lib.Place(transfers, "transfers", "", f"{_ROOT}/docs/pipeline.md"),
   *(readme_lib.Place(make, name) for name, make in _TABLES.items()),
   readme_lib.Place(sentence, "cost", document=f"{_ROOT}/README.md"),
   readme_lib.Place(latency, "latency", document=f"{_ROOT}/docs/inference.md"),

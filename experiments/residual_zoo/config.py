@@ -29,7 +29,6 @@ STUDY = variants.Study(
     "mrla",
     "full",
     "siamesenorm",
-    "mrla_local",
   ),
   shares=ablations.STUDY,
 )

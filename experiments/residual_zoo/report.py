@@ -105,4 +105,4 @@ def figure(
   matrices = {
     row["scheme"]: np.asarray(json.loads(row["norms"])) for row in rows
   }
-  return plots.mixing_matrices(matrices, columns=7)
+  return plots.mixing_matrices(matrices, columns=6)

@@ -19,14 +19,8 @@ CASES = [
   ("delta_attnres", {}, 4),
   ("denseformer", {}, 4),
   ("dwa", {}, 3),
-  ("dwa_2x2", {}, 2),
   ("elmo", {}, 2),
-  ("highway_scalar", {}, 1),
-  ("laurel_rw", {}, 1),
-  ("linear_attnres", dict(streams=2), 2),
   ("mudd", {}, 3),
-  ("multi_gate", dict(streams=2), 2),
-  ("rezero_prenorm", {}, 1),
   ("static_hyper_connections", dict(streams=2), 2),
 ]
 

@@ -91,9 +91,9 @@ def test_weights_are_those_of_the_reads():
   np.testing.assert_allclose(found.weights[2], weights.attention[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["prenorm", "haares", "mudd"])
+@pytest.mark.parametrize("name", ["prenorm", "mudd"])
 def test_schemes_without_one_weight_per_source(name):
-  """HAARES weighs the sum of a block and its detail, MUDD each input."""
+  """MUDD weighs each input."""
   model = networks.network(name, num_layers=2, block_size=BLOCK)
   found = analysis.source_removal(model, networks.tokens(2, 6))
   assert found.weights is None

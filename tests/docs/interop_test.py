@@ -12,7 +12,7 @@ from attnres_jax.interop import families
 from tests import tiny_run
 
 TEXT = (tiny_run.ROOT / "docs" / "interop.md").read_text()
-MAIN = "attnres_jax.main"
+MAIN, HARNESS = "attnres_jax.main", "attnres_jax.interop.harness"
 
 
 def _commands():
@@ -35,6 +35,11 @@ def test_commands_take_their_arguments(module, arguments, capsys):
       else:
         assert name in ("--config", "--workdir")
     return
+  if module == HARNESS:
+    # `harness_test` runs the command of the other page.
+    paper = (tiny_run.ROOT / "docs" / "paper.md").read_text()
+    assert all(f"{name}=" in paper.partition(HARNESS)[2] for name in names)
+    return
   with pytest.raises(SystemExit):
     importlib.import_module(module).main(["--help"])
   known = set(re.findall(r"--\w+", capsys.readouterr().out))
@@ -43,8 +48,8 @@ def test_commands_take_their_arguments(module, arguments, capsys):
 
 def test_every_family_is_listed():
   labels = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-  labels |= {"deepseek_v3": "DeepSeek-V3", "kimi_k3": "Kimi K3"}
-  labels |= {"kimi_linear": "Kimi Linear", "attnres": "Full and Block AttnRes"}
+  labels |= {"kimi_linear": "Kimi Linear", "kimi_k3": "Kimi K3"}
+  labels |= {"attnres": "Full and Block AttnRes"}
   assert labels.keys() == families.FAMILIES.keys()
   for label in labels.values():
     assert f"\n| {label}" in TEXT

@@ -111,7 +111,7 @@ def test_rows_that_are_no_runs_are_adopted(tmp_path, monkeypatch):
   assert "rates" in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["nothing", "pipeline_cost/x", "..", "pages"])
+@pytest.mark.parametrize("name", ["nothing", "cost/x", "..", "pages"])
 def test_what_publishes_nothing(name, capsys):
   assert publish.main([name]) == 2
   lines = capsys.readouterr().err.splitlines()

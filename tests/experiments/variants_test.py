@@ -191,10 +191,10 @@ def test_the_zoo(tmp_path, monkeypatch):
     if config.train.steps == 2880
   ]
   assert len(twice) == len(study.longer)
-  rows = [*_rows(), _row("haares", 0, 1.8, 100, "")]
+  rows = [*_rows(), _row("elmo", 0, 1.8, 100, "")]
   axes = zoo_report.differences([], rows).axes[0]
   labels = [label.get_text() for label in axes.get_yticklabels()]
-  assert labels[0] == "HAARES"
+  assert labels[0] == "ELMo readout"
 
 
 def _row(variant, seed, loss, tokens, budget):

@@ -44,7 +44,7 @@ def test_same_tokens(fields):
     engine = engine_lib.Engine(
       model, slots=2, length=32, chunk=16, separate=separate
     )
-    arrays = len(jax.tree.leaves(engine.model.sublayers))
+    arrays = len(jax.tree.leaves(engine._model.sublayers))
     found[separate] = arrays, _generate(engine, prompts)
   (few, expected), (many, own) = found[False], found[True]
   assert many > few
@@ -61,8 +61,7 @@ def test_nothing_as_large_as_the_cache_is_copied():
     engine = engine_lib.Engine(model, slots=2, length=length, separate=separate)
     state = engine._state
     step = programs.next_token.lower(
-      engine.model, state, np.ones(2, bool), context=length, num_top=0,
-      mesh=None,
+      engine._model, state, np.ones(2, bool), context=length, mesh=None,
     )  # fmt: skip
     memory = step.compile().memory_analysis()
     temporary[separate] = memory.temp_size_in_bytes

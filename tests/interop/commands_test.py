@@ -84,7 +84,7 @@ def test_a_tokenizer_elsewhere(source, tmp_path, name):
 
 
 def test_documents_end_with_a_token_at_which_answers_stop(source, tmp_path):
-  """Though it has none of the usual names, as in DeepSeek's vocabulary."""
+  """Though it has none of the usual names."""
   folder = tmp_path / "source"
   shutil.copytree(source, folder)
   path = folder / "tokenizer.json"

@@ -45,8 +45,8 @@ def _others(value):
     return [1.5 * value + 0.25, 0.0]
   if isinstance(value, str):
     return [
-      "mla", "silu", "situ", "yarn", "llama3", "neighbours", "sum", "sqrt",
-      "full_attnres", "prenorm", "postnorm",
+      "mla", "silu", "situ", "llama3", "sum", "sqrt", "full_attnres",
+      "prenorm", "postnorm",
     ]  # fmt: skip
   return []
 

@@ -23,25 +23,6 @@ def _assert_same(one, other):
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_the_second_token_of_deepseek_is_left_out(tmp_path):
-  """But not a layer that config.json merely does not count."""
-  model = small_checkpoint.write(tmp_path, "deepseek_v3")
-  extra = "model.layers.3."
-
-  def add(arrays):
-    arrays[extra + "eh_proj.weight"] = np.ones((64, 128), np.float32)
-    arrays[extra + "input_layernorm.weight"] = np.ones(64, np.float32)
-
-  small_checkpoint.change_tensors(tmp_path, add)
-  with pytest.raises(tensor_files.TensorFileError, match="is not part of the"):
-    huggingface.read(tmp_path)
-  small_checkpoint.change_config(tmp_path, num_nextn_predict_layers=1)
-  _assert_same(huggingface.load(huggingface.read(tmp_path)), model)
-  small_checkpoint.change_config(tmp_path, num_hidden_layers=2)
-  with pytest.raises(tensor_files.TensorFileError, match="layers.2.input_lay"):
-    huggingface.read(tmp_path)
-
-
 def test_dtypes_of_leaves_are_kept(tmp_path):
   model = small_checkpoint.model("kimi_linear")
   leaf = "sublayers/kda/core/a_log/value"

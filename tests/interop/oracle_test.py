@@ -42,18 +42,6 @@ KIMI = dict(
     kda_layers=[1, 2, 4], full_attn_layers=[3],
   ),
 )  # fmt: skip
-DEEPSEEK = dict(
-  moe_intermediate_size=32, q_lora_rank=32, kv_lora_rank=16,
-  qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=8,
-  num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
-  num_key_value_heads=4, num_nextn_predict_layers=0, bos_token_id=1,
-  eos_token_id=2,
-)  # fmt: skip
-# The published factors, at a length where they matter.
-YARN = dict(
-  rope_type="yarn", factor=40.0, beta_fast=8, beta_slow=1, rope_theta=100.0,
-  original_max_position_embeddings=32,
-)  # fmt: skip
 CASES = {
   "llama": ("Llama", dict(tie_word_embeddings=False)),
   "llama_tied": ("Llama", dict(tie_word_embeddings=True)),
@@ -61,13 +49,7 @@ CASES = {
   "llama_biased": ("Llama", dict(attention_bias=True, head_dim=8)),
   "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
   "qwen3": ("Qwen3", dict(head_dim=32, rms_norm_eps=1e-5)),
-  "qwen3_yarn": ("Qwen3", dict(head_dim=32, rope_parameters=YARN)),
   "kimi_linear": ("KimiLinear", KIMI),
-  "deepseek": ("DeepseekV3", DEEPSEEK),
-  "deepseek_yarn": ("DeepseekV3", DEEPSEEK | dict(
-    q_lora_rank=None, rope_interleave=False,
-    rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
-  )),
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import math
 
 import jax
 import numpy as np
@@ -35,21 +34,6 @@ KIMI = dict(
   ),
 )  # fmt: skip
 FIELDS["kimi_linear"] = KIMI
-FIELDS["deepseek_v3"] = dict(
-  num_kv_heads=0, head_width=0, mixers=("mla",),
-  rope=config_lib.RopeConfig(
-    scaling="yarn", factor=8.0, high_turns=32.0, original_length=16,
-    logit_scale=(0.1 * math.log(8.0) + 1.0) ** 2, pairs="neighbours",
-  ),
-  mla=config_lib.MlaConfig(
-    latent_rank=8, nope_width=8, shared_width=4, value_width=6, query_rank=12,
-    rope_theta=100.0,
-  ),
-  moe=config_lib.MoeConfig(
-    num_experts=8, top_k=2, expert_width=12, dense_layers=1, groups=4,
-    top_groups=2, scaling_factor=2.5,
-  ),
-)  # fmt: skip
 # Of experts, rows and columns are groups of 32 (MXFP4).
 FIELDS["kimi_k3"] = KIMI | dict(
   activation=config_lib.ActivationConfig("situ", 0.5, 0.8),

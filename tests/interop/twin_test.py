@@ -32,11 +32,8 @@ CASES = {
     read=_Read(heads=4, scale="sum", logit_scale=0.5),
   ),
   "latents": dict(
-    mixers=("mla",), moe=_with(_KINDS["moe"], groups=2),
-    mla=_with(_KINDS["mla"], query_rank=6, rope_theta=100.0),
-    rope=config_lib.RopeConfig(
-      scaling="yarn", original_length=4, pairs="neighbours", logit_scale=1.2
-    ),
+    mixers=("mla",), moe=_KINDS["moe"],
+    mla=_with(_KINDS["mla"], query_rank=6),
   ),
   "k3": dict(
     block_size=2, mixers=("kda", "mla"),

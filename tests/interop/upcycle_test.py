@@ -137,7 +137,6 @@ def test_decoding(plain, scan_layers):
     ("delta_attnres", "read 2 of this one differs by"),
     # Its reads are PreNorm's, but keys and values have gains of their own.
     ("mudd", "mixers of this one have further norms"),
-    ("multi_gate", "read 2 of this one differs by"),
     ("block_atnres", "did you mean 'block_attnres'?"),
   ],
 )

@@ -24,7 +24,7 @@ TOKENS, VOCAB = 7, 16
 ROWS = TOKENS - 3
 KINDS = {name: k for name, k in tiny_network.KINDS.items() if name != "mixers"}
 # Different computations between tokens or between sublayers.
-MAIN = "prenorm", "block_attnres", "full_attnres", "xhc", "mrla_light"
+MAIN = "prenorm", "block_attnres", "full_attnres", "mhc", "mrla_light"
 SCHEMES = [
   pytest.param(name, marks=() if name in MAIN else pytest.mark.slow)
   for name in residuals.RESIDUALS
@@ -115,7 +115,7 @@ def test_a_read_may_change_the_carry(tokens_T, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["block_attnres", "xhc"])
+@pytest.mark.parametrize("name", ["block_attnres", "mrla_light"])
 def test_layers_in_arrays_of_their_own(name, tokens_T):
   """All kinds of caches, and that of a scheme that looks back."""
   model = _model(name, mixers=("kda", "mla", "attention"), num_layers=3)
@@ -168,19 +168,11 @@ def test_every_mixer(dtype, tolerance, tokens_T):
   "fields",
   [
     dict(name="mudd", mixers=("kda", "mla")),
-    dict(mixers=("attention",), depth_memory="moda"),
+    dict(mixers=("attention",), value_residual=True),
     pytest.param(dict(mixers=("mla",), read=VALUE_QUERY), marks=SLOW),
-    pytest.param(
-      dict(mixers=("kda",), depth_memory="value_residual_learned"), marks=SLOW
-    ),
-    pytest.param(
-      dict(mixers=("mla",), depth_memory="depth_attention"), marks=SLOW
-    ),
-    pytest.param(
-      dict(mixers=("attention",), depth_memory="svformer"), marks=SLOW
-    ),
+    pytest.param(dict(mixers=("kda", "mla"), value_residual=True), marks=SLOW),
   ],
-  ids=["mudd", "moda", "value-query", "value-residual", "depth", "svformer"],
+  ids=["mudd", "value-residual", "value-query", "value-residual-of-kinds"],
 )
 def test_values_from_elsewhere(fields, tokens_T):
   """Values that are read separately, or come from earlier mixers."""
@@ -195,15 +187,9 @@ def test_biases_norms_and_scaled_positions(tokens_T):
   _check(_model("prenorm", attention=attention, rope=rope), tokens_T)
 
 
-def test_positions_and_latents_of_mla(tokens_T):
-  """And experts that come from one of two groups."""
-  model = _model(
-    mixers=("mla",),
-    rope=config_lib.RopeConfig(scaling="yarn", original_length=4),
-    mla=dataclasses.replace(KINDS["mla"], query_rank=6, rope_theta=100.0),
-    moe=dataclasses.replace(KINDS["moe"], groups=2),
-  )
-  _check(model, tokens_T)
+def test_latents_of_queries(tokens_T):
+  mla = dataclasses.replace(KINDS["mla"], query_rank=6)
+  _check(_model(mixers=("mla",), mla=mla), tokens_T)
 
 
 def test_a_context_is_what_is_read(tokens_T):

@@ -64,11 +64,6 @@ def _definition(module, x_BTD):
   def one_token(x):
     score = cores.sigmoid(x @ weights["router"])
     biased = score + weights["selection_bias"]
-    if module.groups > 1:
-      groups = np.split(np.arange(EXPERTS), module.groups)
-      best = sorted(groups, key=lambda g: -np.sort(biased[g])[-2:].sum())
-      for group in best[module.top_groups :]:
-        biased[group] = -np.inf
     order = np.argsort(-biased, kind="stable")
     low = x @ weights["latent_down"] if "latent_down" in weights else x
     y = 0.0 * low
@@ -126,19 +121,6 @@ def test_latents_over_devices():
   expected = _value_and_gradients(module, x_BTD)
   found = _over(_mesh(expert=2, tensor=2))(module, x_BTD)
   compare.trees(found, expected, 1e-5)
-
-
-@pytest.mark.parametrize("groups,top", [(2, 1), (3, 2)])
-def test_experts_come_from_the_best_groups(groups, top):
-  module, x_BTD = _module(groups=groups, top_groups=top), _inputs()
-  module.selection_bias[...] = _uneven_bias()
-  expected, experts = _definition(module, x_BTD)
-  cores.assert_close(cores.apply(module, x_BTD), expected)
-  size = EXPERTS // groups
-  assert max(len(set(one)) for one in experts // size) == top
-  module.groups = 1
-  free = np.asarray(module.route(x_BTD.reshape(-1, WIDTH))[1])
-  assert np.any(np.sort(free) != np.sort(experts))
 
 
 def test_no_token_is_dropped():

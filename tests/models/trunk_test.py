@@ -70,8 +70,6 @@ def test_scans_and_checkpoints_change_nothing(
     ("block_attnres", dict(block_size=2, form="one_softmax")),
     ("delta_attnres", dict(read=VALUE_QUERY)),
     ("delta_block", dict(block_size=2, read=VALUE_QUERY)),
-    # The last block is one sublayer, whose detail is the block.
-    ("haares", dict(block_size=2)),
   ],
 )
 def test_state_is_valid_between_any_two_sublayers(name, fields):

@@ -56,13 +56,9 @@ def _prenorm():
     ("densenet", {}),
     ("denseformer", {}),
     ("dwa", {}),
-    ("dwa_2x2", {}),
     ("static_hyper_connections", {}),
     ("hyper_connections", {}),
-    ("laurel_rw", {}),
     ("laurel_lr", {}),
-    ("laurel_pa", {}),
-    ("linear_attnres", {}),
     ("mudd", {}),
   ],
 )
@@ -101,10 +97,8 @@ def test_dead_parameters(name, form):
   "name,fields",
   [
     ("full_attnres", dict(read=INPUT_QUERY)),
-    ("multi_gate", {}),
     ("mhc", {}),
     ("mrla", {}),
-    ("xhc", {}),
   ],
 )
 def test_same_seed_same_weights_under_every_scheme(name, fields):

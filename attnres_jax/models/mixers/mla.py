@@ -9,11 +9,10 @@ all heads share another part of the key:
   [k | v] = W_b c           per head; its key is [k | r]
   y = W_o softmax(q . [k | r] / sqrt(width of q), causal) v
 
-In Kimi Linear it has no positions, because the other mixers handle them. In
-DeepSeek-V3, the shared parts of queries and keys have rotary positions, and
-queries come from a separate latent, W_q RMSNorm(W_d x). In Kimi K3, heads are
-multiplied by sigmoid(W_g x) before W_o. A cache holds c and r, with its
-positions: R + 64 numbers per token. Decoding never computes keys and values.
+It has no positions, because the other mixers handle them. In Kimi K3, queries
+come from a separate latent, W_q RMSNorm(W_d x), and heads are multiplied by
+sigmoid(W_g x) before W_o. A cache holds c and r: R + 64 numbers per token.
+Decoding never computes keys and values.
 With W_b = [U_k | U_v], a score is (U_k^T q) . c + q_shared . r, and U_v is
 applied after the softmax, so that all heads attend over the cache itself
 ("absorbed").
@@ -34,12 +33,11 @@ from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.mixers import attention
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import causal_attention
-from attnres_jax.models.mixers import rope as rope_lib
 from attnres_jax.models.residuals import base
 
 
 class Mla(attention.SoftmaxMixer):
-  """Multi-head latent attention, with or without rotary positions."""
+  """Multi-head latent attention, without positions."""
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, heads, shape = config.width, config.num_heads, config.mla
@@ -50,7 +48,6 @@ class Mla(attention.SoftmaxMixer):
     matrix = linear.matrices(config.init_std, rngs)
 
     head = shape.nope_width + shape.shared_width
-    self.rope_theta, self.rope = shape.rope_theta, config.rope
     rank = shape.query_rank
     self.query_down = matrix("D|R", width, rank) if rank else None
     self.query_latent_norm = norm_lib.optional(
@@ -78,7 +75,7 @@ class Mla(attention.SoftmaxMixer):
   def project(
     self, x: jax.Array | base.QKV
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys [B, T, N, H], without positions, values [B, T, N, V].
+    """Queries, keys [B, T, N, H], values [B, T, N, V].
 
     With a separate input for values, there are two latents, of which one gives
     the keys and one the values (our choice).
@@ -149,9 +146,7 @@ class Mla(attention.SoftmaxMixer):
       raise ValueError("inputs that differ need init_cache(heads=True)")
     x_BTD = x
     tokens_BTC = self._compressed(x_BTD)
-    position_BT = chunk.position_BT(x_BTD.shape[1])
-    turned_BTC = self.turned(tokens_BTC[:, :, None], position_BT)[:, :, 0]
-    new = cache_lib.Tokens((turned_BTC[:, None].astype(self.dtype),))
+    new = cache_lib.Tokens((tokens_BTC[:, None].astype(self.dtype),))
     before, added = cache_lib.opened(cache, new, chunk)
     if not before.room:
       heads = self._heads(x_BTD, tokens_BTC, tokens_BTC)
@@ -159,7 +154,7 @@ class Mla(attention.SoftmaxMixer):
     key_up_RNH, value_up_RNV = jnp.split(
       self.expand[...].astype(x_BTD.dtype), [self.nope_width], axis=2
     )
-    query_BTNH = self.turned(self._queries(x_BTD), position_BT)
+    query_BTNH = self._queries(x_BTD)
     nope_BTNH, shared_BTNH = jnp.split(query_BTNH, [self.nope_width], axis=3)
     absorbed_BTNR = jnp.einsum(
       "BTNH,RNH->BTNR", nope_BTNH, key_up_RNH,
@@ -201,27 +196,13 @@ class Mla(attention.SoftmaxMixer):
     latent_BTR = norm(self.latent_norm, latent_BTR)
     return jnp.concatenate([latent_BTR, self.shared_norm(shared_BTH)], axis=2)
 
-  def turned(
-    self, x_BTNC: jax.Array, position_BT: jax.Array | None = None
-  ) -> jax.Array:
-    """Turns the last channels, which are the shared parts."""
-    if not self.rope_theta:
-      return x_BTNC
-    nope_width = x_BTNC.shape[-1] - self._shared_width
-    nope, shared = jnp.split(x_BTNC, [nope_width], axis=-1)
-    shared = rope_lib.apply_rope(
-      shared, self.rope_theta, position_BT, self.rope
-    )
-    return jnp.concatenate([nope, shared], axis=-1)
-
   def _queries(self, x_BTD: jax.Array) -> jax.Array:
     if self.query_down is not None:
       latent_BTR = linear.linear(x_BTD, self.query_down[...])
       x_BTD = jax.checkpoint(lambda norm, x: norm(x))(
         self.query_latent_norm, latent_BTR
       )
-    query_BTNH = self.query_norm(linear.linear(x_BTD, self.query[...]))
-    return rope_lib.scaled_queries(query_BTNH, self.rope)
+    return self.query_norm(linear.linear(x_BTD, self.query[...]))
 
   def _heads(
     self, x_BTD: jax.Array, keys_BTC: jax.Array, values_BTC: jax.Array

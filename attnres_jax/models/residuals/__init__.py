@@ -27,20 +27,16 @@ from attnres_jax.models.residuals import dense
 from attnres_jax.models.residuals import elmo
 from attnres_jax.models.residuals import full_attnres
 from attnres_jax.models.residuals import gated_residual
-from attnres_jax.models.residuals import haares
 from attnres_jax.models.residuals import highway
 from attnres_jax.models.residuals import hyper_connections
 from attnres_jax.models.residuals import laurel
-from attnres_jax.models.residuals import linear_attnres
 from attnres_jax.models.residuals import mhc
 from attnres_jax.models.residuals import mrla
 from attnres_jax.models.residuals import mudd
-from attnres_jax.models.residuals import multi_gate
 from attnres_jax.models.residuals import postnorm
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals import scaled
 from attnres_jax.models.residuals import siamesenorm
-from attnres_jax.models.residuals import xhc
 from attnres_jax.models.residuals.base import QKV
 from attnres_jax.models.residuals.base import Residual
 from attnres_jax.models.residuals.base import Style
@@ -65,49 +61,31 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "rescaled": prenorm.Rescaled,
   "elmo": elmo.Elmo,
   "rezero": scaled.ReZero,
-  "rezero_prenorm": scaled.ReZeroPreNorm,
   "layerscale": scaled.LayerScale,
-  "laurel_rw": laurel.LaurelRW,
   "laurel_lr": laurel.LaurelLR,
-  "laurel_pa": laurel.LaurelPA,
   "highway": highway.Highway,
-  "highway_scalar": highway.HighwayScalar,
   "postnorm": postnorm.PostNorm,
   "deepnorm": postnorm.DeepNorm,
   "keel": postnorm.Keel,
   "hybridnorm": postnorm.HybridNorm,
   "siamesenorm": siamesenorm.SiameseNorm,
-  "siamesenorm_table": siamesenorm.SiameseNormTable,
   "gated_residual": gated_residual.GatedResidual,
   "ddl": ddl.DDL,
-  "ddl_4": ddl.DDL4,
-  "ddl_sigmoid": ddl.DDLSigmoid,
   "static_hyper_connections": hyper_connections.StaticHyperConnections,
   "hyper_connections": hyper_connections.HyperConnections,
   "mhc": mhc.MHC,
   "mhc_lite": mhc.MHCLite,
-  "krom_hc": mhc.KromHC,
-  "shc": mhc.SHC,
-  "ohc": mhc.OHC,
-  "xhc": xhc.XHC,
-  "multi_gate": multi_gate.MultiGate,
-  "multi_gate_competitive": multi_gate.MultiGateCompetitive,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
   "delta_attnres": delta.DeltaAttnRes,
   "delta_block": delta.DeltaBlock,
   "delta_mh": delta.DeltaHeads,
-  "delta_mh_alternating": delta.DeltaHeadsAlternating,
-  "haares": haares.Haares,
-  "linear_attnres": linear_attnres.LinearAttnRes,
   "densenet": dense.DenseNet,
   "denseformer": dense.DenseFormer,
   "dwa": dense.Dwa,
-  "dwa_2x2": dense.Dwa2x2,
   "mrla": mrla.Mrla,
   "mrla_light": mrla.MrlaLight,
   "mrla_linear": mrla.MrlaLinear,
-  "mrla_local": mrla.MrlaLocal,
   "mudd": mudd.Mudd,
 }
 

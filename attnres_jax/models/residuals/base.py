@@ -84,14 +84,11 @@ class Style(NamedTuple):
 
 
 class Certainty(enum.Enum):
-  """What the definition of a scheme was taken from, the firmest first."""
+  """What the equations of a scheme were read in; its docstring says more."""
 
   PAPER = "paper"
-  CODE = "authors' code"
-  TABLE = "row of a table in arXiv:2603.15031"
-  SUMMARY = "summaries or ports"
-  RECALLED = "recalled"
-  OURS = "our choice"
+  CODE = "released code"
+  OURS = "none"
 
 
 class QKV(NamedTuple):
@@ -119,7 +116,7 @@ class Residual(nnx.Module):
 
   Attributes:
     style: its style in tables and figures.
-    certainty: what its definition was taken from; docstrings say more.
+    certainty: what its equations were read in; OURS for a new scheme.
     headline: whether tables list it beside any other scheme.
     num_sublayers: L.
     dtype: of what sublayers read and of stored activations. Running sums are

@@ -165,8 +165,7 @@ class DeltaBlock(Stream):
 
   A block is what the stream changed by since the last one was completed,
   x - sum(b), which also takes up what rounding the earlier ones has lost. (The
-  released code of both papers subtracts only the newest block; see
-  `DeltaHeadsAlternating`.)
+  released code of both papers subtracts only the newest block.)
   """
 
   style = base.Style("Delta Block AttnRes", "#8a4fc4", "s", (0, (4, 2.5)))
@@ -179,12 +178,6 @@ class DeltaBlock(Stream):
     self.block_size = self.segment_size = size
     super().__init__(config, rngs=rngs)
     self.scannable = self.two_phase
-
-  def change(
-    self, stream_BTD: jax.Array, blocks: Sequence[jax.Array]
-  ) -> jax.Array:
-    """The block that is complete when the stream is this, given the others."""
-    return stream_BTD - _sum(blocks)
 
   def init(self, embedding_BTD: jax.Array) -> BlockState:
     embedding_BTD = embedding_BTD.astype(self.dtype)
@@ -269,7 +262,7 @@ class DeltaBlock(Stream):
     self, blocks: tuple[jax.Array, ...], stream_BTD: jax.Array, stop: int
   ) -> BlockState:
     if stop % self.block_size == 0 and stop < self.num_sublayers:
-      block_BTD = self.change(stream_BTD, blocks)
+      block_BTD = stream_BTD - _sum(blocks)
       blocks = (*blocks, block_BTD.astype(self.dtype))
     return BlockState(blocks, stream_BTD)
 
@@ -299,22 +292,6 @@ class DeltaHeads(DeltaBlock):
         "'learned', or 'none' for the scheme's own, which is learned",
       )
     return dataclasses.replace(given, heads=given.heads or 8, null="learned")
-
-
-class DeltaHeadsAlternating(DeltaHeads):
-  """`delta_mh` with the blocks of the released code: b_k = x - b_{k-1}.
-
-  From the second block on, it is not a change of the stream but
-  sum_j (-1)^(k-j) x_j.
-  """
-
-  style = base.Style("Delta MHAR (alternating)", "#8a4fc4", "d")
-  certainty = base.Certainty.CODE
-
-  def change(
-    self, stream_BTD: jax.Array, blocks: Sequence[jax.Array]
-  ) -> jax.Array:
-    return stream_BTD - precision.widen(blocks[-1])
 
 
 def _no_weights(sources: Sequence[jax.Array]) -> jax.Array:

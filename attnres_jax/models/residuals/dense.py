@@ -56,7 +56,7 @@ class DenseNet(_Dense):
   """
 
   style = base.Style("DenseNet", "#4b0082", "P")
-  certainty = base.Certainty.TABLE
+  certainty = base.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -83,7 +83,7 @@ class DenseFormer(_Dense):
   """
 
   style = base.Style("DenseFormer", "#6a5acd", "d")
-  certainty = base.Certainty.TABLE
+  certainty = base.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -96,60 +96,29 @@ class DenseFormer(_Dense):
 class Dwa(over_blocks.OverBlocks):
   """Depth-weighted averaging as in DenseFormer (arXiv:2402.02622, its code).
 
-  X_0 = v_0, X_t = Block_t(Y_{t-1}), and after every `period`-th block
+    X_0 = v_0,  X_t = Block_t(Y_{t-1}),  Y_t = sum_{j <= t} a_{t,j} X_j
 
-    Y_t = sum_j a_{t,j} X_j    over j <= t with j = t mod `dilation`,
-
-  elsewhere Y_t = X_t. It starts as PreNorm: a_{t,t} = 1, all others 0. The
-  authors' optimiser decays the scalars; ours does not, because decay would pull
-  a_{t,t} away from the identity.
+  It starts as PreNorm: a_{t,t} = 1, all others 0. The authors' optimiser decays
+  the scalars; ours does not, because decay would pull a_{t,t} away from the
+  identity. Their options of a period and a dilation are not here.
 
   Attributes:
-    dilation: distance between the blocks that one average sees.
-    period: blocks from one average to the next.
-    weight: a, its rows one after the other.
+    weight: a, its rows t = 1, 2, ... one after the other.
   """
 
   style = base.Style("DWA", "#6a5acd", "<", (0, (4, 2.5)))
   certainty = base.Certainty.CODE
-  dilation = 1
-  period = 1
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    blocks = self.num_sublayers // 2
-    if blocks < self.period:
-      config_lib.fail(
-        "model.num_layers",
-        blocks,
-        f"at least {self.period} with model.residual.name="
-        f"{config.residual.name!r}",
-      )
-    rows = [
-      jnp.zeros(len(self._sources(t))).at[-1].set(1.0)
-      for t in range(self.period, blocks + 1, self.period)
-    ]
+    blocks = range(1, self.num_sublayers // 2 + 1)
+    rows = [jnp.zeros(t + 1).at[t].set(1.0) for t in blocks]
     self.weight = base.parameter("L", jnp.concatenate(rows), decays=False)
 
   def combine(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
     t = len(outputs) - 1
-    if t == 0 or t % self.period:
+    if t == 0:
       return super().combine(outputs)
-    sources = self._sources(t)
-    first = sum(
-      len(self._sources(s)) for s in range(self.period, t, self.period)
-    )
-    row = self.weight[first : first + len(sources)]
-    return over_blocks.weighted_sum(row, [outputs[j] for j in sources])
-
-  def _sources(self, t: int) -> range:
-    return range(t % self.dilation, t + 1, self.dilation)
-
-
-class Dwa2x2(Dwa):
-  """Dilation 2 and period 2: a quarter of the scalars and of the work."""
-
-  style = base.Style("DWA 2x2", "#6a5acd", ">", (0, (1, 1.5)))
-  certainty = base.Certainty.CODE
-  dilation = 2
-  period = 2
+    first = t * (t + 1) // 2 - 1
+    row = self.weight[first : first + t + 1]
+    return over_blocks.weighted_sum(row, outputs)

@@ -29,15 +29,15 @@ class Elmo(base.Residual):
 
     h_{l+1} = h_l + f_l(h_l),   h_out = sum_{j=1..L+1} softmax(s)_j h_j
 
-  Recalled, not verified. The factor gamma of the original is left out, since
-  the final norm removes it. s starts at zero: the mean of all states.
+  From the authors' code. Its factor gamma is left out, since the final norm
+  removes it. s starts at zero: the mean of all states.
 
   Attributes:
     logits: s, [L + 1].
   """
 
   style = base.Style("ELMo readout", "#7a8f99", "D")
-  certainty = base.Certainty.RECALLED
+  certainty = base.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -23,28 +23,25 @@ class Highway(prenorm.Stream):
     h_{l+1} = (1 - g_l) * h_l + g_l * f_l(h_l)
 
   The gate that writes v_l is g_{l+1} in arXiv:2603.15031 (section 2.1), which
-  is the source of the equations. W starts at zero and c at -2 (a negative start
-  is recalled, not verified; the number is our choice). The gate reads the
-  stream behind a norm without gain, and its product runs in the dtype of
-  activations (our choices).
+  is the source of the equations. Our choices: W starts at zero and
+  c at -2, the gate reads the stream behind a norm without gain, and its product
+  runs in the dtype of activations.
 
   Attributes:
-    matrix: W, [L, D, D], or [L, D, 1] for one gate for all channels.
-    bias: c, [L, D] or [L, 1].
+    matrix: W, [L, D, D].
+    bias: c, [L, D].
   """
 
   style = base.Style("Highway", "#2aa198", "o")
-  certainty = base.Certainty.TABLE
-  scalar = False
+  certainty = base.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
-    gates = 1 if self.scalar else config.width
-    shape = self.num_sublayers, config.width, gates
-    self.matrix = base.parameter("LDD", 0, *shape)
+    shape = self.num_sublayers, config.width
+    self.matrix = base.parameter("LDD", 0, *shape, config.width)
     # No decay: it would open all gates halfway.
-    self.bias = base.parameter("LD", _START, *shape[::2], decays=False)
+    self.bias = base.parameter("LD", _START, *shape, decays=False)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     normed_BTD = carry * norm_lib.inverse_rms(carry, self.eps)
@@ -55,11 +52,3 @@ class Highway(prenorm.Stream):
     gate_BTD = jax.nn.sigmoid(logits_BTD + slot.bias[None, None])
     y_BTD = precision.widen(base.save(y_BTD))
     return base.save(carry + gate_BTD * (y_BTD - carry))
-
-
-class HighwayScalar(Highway):
-  """One gate per token, as in Fig. 9 of arXiv:2603.15031."""
-
-  style = base.Style("Highway, scalar gate", "#2aa198", "s", "--")
-  certainty = base.Certainty.PAPER
-  scalar = True

@@ -19,7 +19,8 @@ _SCALE = 0.01  # Of the dynamic part, at initialisation.
 class StaticHyperConnections(streams_lib.Streams):
   """h = sum_i alpha_i X_i;  X_j <- sum_i A_ij X_i + beta_j y.
 
-  Source: arXiv:2409.19606 (recalled, not verified) and two public
+  Source: the tables of arXiv:2603.15031 and Eq. 3 and 5 of arXiv:2512.24880,
+  which restate arXiv:2409.19606; the start is that of two public
   implementations. Every sublayer has its own alpha, beta [M] and A [M, M].
   Initialisation: alpha is one at stream l mod M (l from 0) and else zero, beta
   is ones, A the identity. All streams then equal the plain residual stream, so
@@ -31,7 +32,7 @@ class StaticHyperConnections(streams_lib.Streams):
   """
 
   style = base.Style("Hyper-Connections, static", "#0f766e", "h", ":")
-  certainty = base.Certainty.SUMMARY
+  certainty = base.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -66,7 +67,7 @@ class HyperConnections(StaticHyperConnections):
   """
 
   style = base.Style("Hyper-Connections", "#0f766e", "h")
-  certainty = base.Certainty.SUMMARY
+  certainty = base.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -25,7 +25,6 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
-from attnres_jax.models.residuals import prenorm
 
 _TOKEN_TAPS = 3
 
@@ -73,13 +72,6 @@ class Projections(nnx.Module):
   def over_channels(self, weight_BTN: jax.Array) -> jax.Array:
     """The weight of each channel, [B, T, D]: that of its head."""
     return jnp.repeat(weight_BTN, self.head_width, axis=2)
-
-  def gated(self, l: int, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(sigmoid(q . k / sqrt(H)), V) of the l-th layer alone, both [B, T, D]."""
-    score_BTN = _dot(self.queries(l, x_BTD), self.keys(l, x_BTD))
-    gate_BTN = jax.nn.sigmoid(self.head_width**-0.5 * score_BTN)
-    gate_BTD = self.over_channels(base.coefficient(gate_BTN))
-    return gate_BTD, self.values(l, x_BTD)
 
   def _heads(self, x_BTD: jax.Array) -> jax.Array:
     return x_BTD.reshape(*x_BTD.shape[:2], -1, self.head_width)
@@ -174,9 +166,12 @@ class MrlaLight(base.Residual):
     if t == 0:
       return state
     x_BTD, old_BTD = state
-    gate_BTD, value_BTD = self.projections.gated(t - 1, x_BTD)
+    made, l = self.projections, t - 1
+    score_BTN = _dot(made.queries(l, x_BTD), made.keys(l, x_BTD))
+    gate_BTN = jax.nn.sigmoid(made.head_width**-0.5 * score_BTN)
+    gate_BTD = made.over_channels(base.coefficient(gate_BTN))
     new_BTD = over_blocks.weighted_sum(
-      (self.decay[t - 1][None, None], gate_BTD), (old_BTD, value_BTD)
+      (self.decay[l][None, None], gate_BTD), (old_BTD, made.values(l, x_BTD))
     )
     return LightState(x_BTD + new_BTD, base.save(new_BTD))
 
@@ -193,41 +188,6 @@ class LightState(NamedTuple):
   sum_BTD: jax.Array
 
 
-class MrlaLocal(prenorm.PreNorm):
-  """A control: MRLA-light without the layers before.
-
-    X_t <- X_t + sigmoid(q_t . k_t / sqrt(H)) V_t
-
-  after each transformer block. Nothing attends over depth here, so what it
-  gains over PreNorm comes from the convolution over tokens (our choice).
-
-  Attributes:
-    projections: of each transformer block.
-  """
-
-  style = base.Style("MRLA-local", "#8a3324", "d", (0, (1, 1)))
-  certainty = base.Certainty.OURS
-  headline = False
-  segment_size = 2
-
-  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)
-    self.projections = Projections(self.num_sublayers // 2, config.width, rngs)
-
-  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
-    return (self._mix(state, start // 2) if start % 2 == 0 else state), None
-
-  def readout(self, state: jax.Array) -> jax.Array:
-    return self._mix(state, self.num_sublayers // 2).astype(self.dtype)
-
-  def _mix(self, x_BTD: jax.Array, t: int) -> jax.Array:
-    """The stream after t blocks, with what their last one adds."""
-    if t == 0:
-      return x_BTD
-    gate_BTD, value_BTD = self.projections.gated(t - 1, x_BTD)
-    return x_BTD + over_blocks.weighted_sum((gate_BTD,), (value_BTD,))
-
-
 class MrlaLinear(base.Values):
   """The row of MRLA in the table of arXiv:2603.15031, between sublayers.
 
@@ -242,7 +202,7 @@ class MrlaLinear(base.Values):
   """
 
   style = base.Style("MRLA-linear", "#8a3324", "H", (0, (1, 1.5)))
-  certainty = base.Certainty.TABLE
+  certainty = base.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

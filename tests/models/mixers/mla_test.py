@@ -19,25 +19,16 @@ from tests.models import cores
 BATCH, TOKENS, WIDTH, HEADS = 2, 12, 24, 3
 RANK, OWN, SHARED, VALUE = 10, 6, 4, 5
 
-
-ROPE = config_lib.RopeConfig(
-  scaling="yarn", factor=4.0, low_turns=0.5, high_turns=2.0, original_length=8,
-  logit_scale=1.3, pairs="neighbours",
-)  # fmt: skip
-# Options of DeepSeek-V3.
+# Options of Kimi K3.
 OPTIONS = {
   "plain": {},
   "rank": dict(query_rank=7),
-  "positions": dict(rope_theta=50.0),
   "gate": dict(output_gate=True),
-  "all": dict(query_rank=7, rope_theta=50.0, rope=ROPE, output_gate=True),
-  "both": dict(query_rank=7, rope_theta=50.0, rope=ROPE),
+  "all": dict(query_rank=7, output_gate=True),
 }
 
 
-def _config(
-  dtype="float32", qkv_norm=False, rope=config_lib.RopeConfig(), **mla
-):
+def _config(dtype="float32", qkv_norm=False, **mla):
   return tiny_network.config(
     width=WIDTH,
     num_layers=1,
@@ -46,7 +37,6 @@ def _config(
     init_std=WIDTH**-0.5,
     dtype=dtype,
     qkv_norm=qkv_norm,
-    rope=rope,
     mla=config_lib.MlaConfig(
       latent_rank=RANK,
       nope_width=OWN,
@@ -73,41 +63,10 @@ def _inputs(dtype="float32"):
   return (2 * x).astype(dtype)
 
 
-def _turned(a_TH, theta, rope):
-  """The pairs of channels as complex numbers, turned."""
-  if not theta:
-    return a_TH
-  half = a_TH.shape[1] // 2
-  rates = np.array([theta ** (-i / half) for i in range(half)])
-  if rope.scaling == "yarn":
-    # The pairs that turn so often in the original length.
-    where = [
-      half * math.log(rope.original_length / (2 * math.pi * turns))
-      / math.log(theta)
-      for turns in (rope.high_turns, rope.low_turns)
-    ]  # fmt: skip
-    low, high = max(math.floor(where[0]), 0), math.ceil(where[1])
-    share = [min(max((i - low) / (high - low), 0), 1) for i in range(half)]
-    rates = rates * [1 - s + s / rope.factor for s in share]
-    assert 0 < min(r / rates[0] for r in rates) < 1
-  pairs = (slice(0, half), slice(half, None))
-  if rope.pairs == "neighbours":
-    pairs = (slice(0, None, 2), slice(1, None, 2))
-  numbers = a_TH[:, pairs[0]] + 1j * a_TH[:, pairs[1]]
-  numbers = numbers * np.exp(1j * np.arange(len(a_TH))[:, None] * rates)
-  turned = np.empty_like(a_TH)
-  turned[:, pairs[0]], turned[:, pairs[1]] = numbers.real, numbers.imag
-  return turned
-
-
 def _definition(module, x_TD):
   """One sequence, directly from the formulas."""
   weights = cores.weights(module)
   x_TD = np.asarray(x_TD, np.float64)
-  theta, rope = module.rope_theta, module.rope
-  turn = lambda a_TH: np.concatenate(
-    [a_TH[:, :-SHARED], _turned(a_TH[:, -SHARED:], theta, rope)], axis=1
-  )
 
   def norm(name, a_TC):
     if name not in weights:
@@ -117,14 +76,13 @@ def _definition(module, x_TD):
 
   latent_TR, shared_TH = np.split(x_TD @ weights["compress"], [RANK], axis=1)
   latent_TR = norm("latent_norm", latent_TR)
-  shared_TH = _turned(norm("shared_norm", shared_TH), theta, rope)
+  shared_TH = norm("shared_norm", shared_TH)
   asking_TC = x_TD
   if "query_down" in weights:
     asking_TC = norm("query_latent_norm", x_TD @ weights["query_down"])
   y_TD = np.zeros_like(x_TD)
   for n in range(HEADS):
     query_TH = norm("query_norm", asking_TC @ weights["query"][:, n])
-    query_TH = turn(rope.logit_scale * query_TH)
     expanded_TC = latent_TR @ weights["expand"][:, n]
     key_TH = np.concatenate([expanded_TC[:, :OWN], shared_TH], axis=1)
     value_TV = expanded_TC[:, OWN:]
@@ -172,14 +130,11 @@ def test_packed_documents_do_not_meet():
   cores.assert_documents_apart(module, x_BTD, segments_T, _definition)
 
 
-@pytest.mark.parametrize("option", ["rank", "positions", "both", "gate"])
+@pytest.mark.parametrize("option", ["rank", "gate", "all"])
 def test_options_are_their_definition(option):
   module, x_BTD = _module(**OPTIONS[option]), _inputs()
   expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
   cores.assert_close(cores.apply(module, x_BTD), expected)
-  if OPTIONS[option].get("rope_theta"):
-    module.rope_theta = 0.0
-    assert np.abs(cores.apply(module, x_BTD) - expected).max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests import tiny_network
 from tests.models import trunks
 
 FORMS = ("two_phase", "one_softmax")
-BLOCKS = ("delta_block", "delta_mh", "delta_mh_alternating")
+BLOCKS = ("delta_block", "delta_mh")
 ALL = ("delta_attnres", *BLOCKS)
 
 
@@ -76,8 +76,6 @@ def _expected(name, module, values, gate="own"):
     if name in BLOCKS and l % 2 == 0:
       # The stream as it was read, less what the blocks hold already.
       held = sum(sources) if sources else 0
-      if name == "delta_mh_alternating" and sources:
-        held = sources[-1]
       sources = [*sources, x - held]
     x = x + values[l + 1]
   return [*reads, x]

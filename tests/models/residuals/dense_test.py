@@ -4,7 +4,6 @@
 import numpy as np
 import pytest
 
-from attnres_jax import config as config_lib
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -24,29 +23,22 @@ def _dense(sublayers, weight, embedding):
   return values[-1]
 
 
-def _dwa(sublayers, weight, embedding, dilation, period):
-  """X_t = Block_t(Y_{t-1}), and Y_t = sum_j a_{t,j} X_j every `period`."""
+def _dwa(sublayers, weight, embedding):
+  """X_t = Block_t(Y_{t-1}), and Y_t = sum_j a_{t,j} X_j."""
   outputs, y, used = [embedding], embedding, 0
   for t in range(1, len(sublayers) // 2 + 1):
     y = y + sublayers[2 * t - 2](y)
     y = y + sublayers[2 * t - 1](y)
     outputs.append(y)
-    if t % period == 0:
-      y = np.zeros_like(embedding)
-      for j in range(t + 1):
-        if (t - j) % dilation == 0:
-          y = y + weight[used] * outputs[j]
-          used += 1
+    y = np.zeros_like(embedding)
+    for output in outputs:
+      y = y + weight[used] * output
+      used += 1
   assert used == len(weight)
   return y
 
 
-DEFINITIONS = {
-  "densenet": _dense,
-  "denseformer": _dense,
-  "dwa": lambda *args: _dwa(*args, 1, 1),
-  "dwa_2x2": lambda *args: _dwa(*args, 2, 2),
-}
+DEFINITIONS = {"densenet": _dense, "denseformer": _dense, "dwa": _dwa}
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
@@ -55,13 +47,5 @@ def test_is_its_definition_with_its_gradients(name):
     weight, start = np.asarray(module.weight[...]), np.asarray(embedding)
     return DEFINITIONS[name](sublayers, weight, start)
 
-  count = 8 if name.startswith("dwa") else 3
+  count = 6 if name == "dwa" else 3
   trunks.check_gradients(name, definition, count)
-
-
-@pytest.mark.parametrize("name", ["dwa_2x2", "mudd"])
-def test_averages_need_blocks(name):
-  with pytest.raises(
-    config_lib.ConfigError, match=f"num_layers.*got 1.*{name}"
-  ):
-    trunks.scheme(name, 2)

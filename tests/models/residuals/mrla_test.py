@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 HEAD = 2  # gcd(16, 6)
 # Sublayers, by scheme.
-COUNTS = {"mrla": 10, "mrla_light": 6, "mrla_local": 6, "mrla_linear": 3}
+COUNTS = {"mrla": 10, "mrla_light": 6, "mrla_linear": 3}
 
 
 def _over_channels(x, taps):
@@ -83,11 +83,6 @@ def _light(sublayers, p, decay, embedding):
   return x
 
 
-def _local(sublayers, p, embedding):
-  """MRLA-light that forgets at once."""
-  return _light(sublayers, p, np.zeros(len(sublayers) // 2), embedding)
-
-
 def _linear(sublayers, p, embedding):
   values = [embedding]
   for f in [*sublayers, lambda h: h]:
@@ -117,8 +112,6 @@ def test_definition(name):
   elif name == "mrla_light":
     decay = np.asarray(scheme.decay)
     want = _light(sublayers, p, decay, np.asarray(embedding))
-  elif name == "mrla_local":
-    want = _local(sublayers, p, np.asarray(embedding))
   else:
     want = _linear(sublayers, p, np.asarray(embedding))
   got = jax.jit(trunks.run)(layers, scheme, embedding)
