@@ -9,6 +9,7 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax.analysis import figures
+from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import monitor
 from experiments.pages import page

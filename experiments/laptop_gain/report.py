@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
 from experiments.laptop_gain import config
 from experiments.pages import page

@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from attnres_jax.analysis import figures
+from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
 from experiments.pages import page
 

@@ -5,7 +5,6 @@ import pathlib
 
 import pytest
 
-
 from attnres_jax import config as config_lib
 from attnres_jax import scaling
 from attnres_jax.common import csv_rows
