@@ -28,8 +28,8 @@ TEXT_SOURCES = ("arrayrecord", "jsonl", "parquet", "stdlib", "text")
 """The sources that `prepare` can read."""
 
 # Documents are encoded in batches of this size, because libraries take 100
-# times the memory. A longer document is one batch: its ids would be others if it
-# were cut, since tokenizers look at what is before a word.
+# times the memory. A longer document is not cut: its ids would be others, since
+# tokenizers look at what is before a word.
 _ENCODE_BYTES = 1 << 20
 # Number, split and text of a document.
 _Numbered = tuple[int, str, bytes]
