@@ -16,7 +16,8 @@ import dataclasses
 import os
 import re
 import sys
-from typing import Any, NoReturn, TypeVar
+import typing
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import jax
 
@@ -25,6 +26,7 @@ from attnres_jax.common import exits
 from attnres_jax.common import plans
 from attnres_jax.common import text_table
 from attnres_jax.config import describe
+from attnres_jax.config import fields as fields_lib
 
 T = TypeVar("T")
 # Types of arguments whose text is no path, so that ~ stays.
@@ -103,6 +105,7 @@ class Parser(argparse.ArgumentParser):
       allow_abbrev=False,
     )
     self._needs: dict[str, str | tuple[str, tuple[Any, ...]]] = {}
+    self._kinds: dict[str, Any] = {}
     self._has_config = False
 
   def add_argument(
@@ -117,9 +120,17 @@ class Parser(argparse.ArgumentParser):
       *names: of argparse, as are `options`.
       when: name of the other argument, which has to be given, or name and
         values, one of which it has to have; else this argument is refused.
-      **options: of argparse.
+      **options: of argparse. Numbers have a `type` of `config.fields`, such as
+        `Positive`, and are checked like the fields of a config.
     """
+    kind = options.get("type")
+    checked = kind in (int, float) or typing.get_origin(kind) is Annotated
+    if checked:
+      plain = fields_lib.plain(kind)
+      options["type"] = fields_lib.integer if plain is int else plain
     action = super().add_argument(*names, **options)
+    if checked:
+      self._kinds[action.dest] = kind
     if when is not None:
       self._needs[action.dest] = when
     return action
@@ -153,10 +164,11 @@ class Parser(argparse.ArgumentParser):
   def add_fields(self, cls: type, **defaults: Any) -> None:
     """Adds a flag for each field of a dataclass, with its docstring's words."""
     words = describe.meanings(cls)
+    kinds = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
       default = defaults.get(field.name, field.default)
       self.add_argument(
-        f"--{field.name}", type=type(default), default=default,
+        f"--{field.name}", type=kinds[field.name], default=default,
         help=words[field.name],
       )  # fmt: skip
 
@@ -178,6 +190,7 @@ class Parser(argparse.ArgumentParser):
       if hasattr(options, action.dest) and action.type is not text:
         value = getattr(options, action.dest)
         setattr(options, action.dest, _expanded(value))
+    self._check_numbers(options)
     given = {
       action.dest
       for action in self._actions
@@ -196,6 +209,15 @@ class Parser(argparse.ArgumentParser):
 
   def error(self, message: str) -> NoReturn:
     stop(message)
+
+  def _check_numbers(self, options: argparse.Namespace) -> None:
+    for dest, kind in self._kinds.items():
+      value = getattr(options, dest)
+      if value is not None:
+        try:
+          setattr(options, dest, fields_lib.accept(f"--{dest}", value, kind))
+        except config_lib.ConfigError as error:
+          stop(str(error))
 
   def _check_needs(self, options: argparse.Namespace, given: set[str]) -> None:
     for dest in self._needs.keys() & given:
@@ -248,12 +270,16 @@ def add_cluster(parser: Parser) -> None:
     metavar="HOST:PORT",
     help="of process 0; automatic on a pod",
   )
-  for name, help_text in (
-    ("num_processes", "of the run; automatic on a pod"),
-    ("process_id", "index of this one, from 0; automatic on a pod"),
+  for name, kind, help_text in (
+    ("num_processes", fields_lib.Size, "of the run; automatic on a pod"),
+    (
+      "process_id",
+      fields_lib.Count,
+      "index of this one, from 0; automatic on a pod",
+    ),
   ):
     parser.add_argument(
-      f"--{name}", type=int, when="distributed", metavar="N", help=help_text
+      f"--{name}", type=kind, when="distributed", metavar="N", help=help_text
     )
 
 

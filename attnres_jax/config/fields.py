@@ -48,6 +48,8 @@ Tokens = Annotated[int, _ABOVE_0._replace(most=1_000_000)]
 Threads = Annotated[int, _AT_LEAST_0._replace(most=1000)]
 # JAX and grain would reduce larger seeds modulo 2**32.
 Seed = Annotated[int, _AT_LEAST_0._replace(most=2**32 - 1)]
+# Those of a table or a program that is made at once.
+Few = Annotated[int, _ABOVE_0._replace(most=1000)]
 Positive = Annotated[float, _ABOVE_0]
 NotNegative = Annotated[float, _AT_LEAST_0]
 Share = Annotated[float, _SHARE]
@@ -112,6 +114,17 @@ def accept(name: str, value: Any, kind: Any) -> Any:
   if isinstance(value, str) and "\0" in value:
     errors.fail_argument(name, value, "text without a null character")
   return _number(name, value, kind) if kind in (int, float) else value
+
+
+def integer(text: str) -> int:
+  """A whole number, which may be written as 1e4; raises ValueError."""
+  try:
+    return int(text)
+  except ValueError:
+    number = float(text)
+    if not number.is_integer():  # Nor is infinity or NaN.
+      raise
+    return int(number)
 
 
 def plain(kind: Any) -> Any:

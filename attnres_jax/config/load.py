@@ -290,7 +290,7 @@ def _parse(text: str, kind: Any) -> Any:
     if isinstance(value, str):
       raise ValueError(text)
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-  return kind(text)
+  return fields_lib.integer(text) if kind is int else kind(text)
 
 
 def _read_json(path: str, arg: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import csv_rows
 from attnres_jax.common import files
+from attnres_jax.config import fields
 from experiments.first_hour import measure
 from experiments.first_hour import tables
 from experiments.pages import readme
@@ -53,7 +54,7 @@ def make_parser() -> command_line.Parser:
   add("--out", default="runs/first_hour", help="folder of rows")
   add(
     "--minutes",
-    type=float,
+    type=fields.Positive,
     default=60.0,
     help="maximum time of the whole command",
   )

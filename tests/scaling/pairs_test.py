@@ -82,7 +82,7 @@ def test_a_control_has_its_own_spread():
   apart = pairs.differences(found, "base", control="control")
   assert apart["a"].margin == pytest.approx(100 * apart["control"].margin)
   together = pairs.differences(found, "base")
-  assert together["control"].margin > 50 * apart["control"].margin
+  assert together["control"].margin > 30 * apart["control"].margin
 
 
 def test_contrasts_of_two_arms_have_the_same_coverage():

@@ -8,6 +8,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import scaling
 from attnres_jax.common import csv_rows
+from attnres_jax.scaling import fit
 from attnres_jax.sweep import rows as rows_lib
 from tests import tiny_network
 
@@ -40,7 +41,8 @@ def test_a_rate_for_each_scheme_is_no_size():
   after = rows_lib.by_scheme([tuned(row) for row in rows], "6nd")
   for scheme, own in before.items():
     assert own.size == after[scheme].size
-  scaling.effective_speedup(after["prenorm"], after["block_attnres"])
+  block, _ = fit.without_failed(after["block_attnres"])
+  scaling.effective_speedup(after["prenorm"], block)
   rates = {"prenorm": "0.012"}
   with pytest.raises(config_lib.ConfigError, match="^seed: got"):
     rows_lib.by_scheme([*rows, *map(tuned, rows)], "6nd")
