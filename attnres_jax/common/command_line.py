@@ -53,6 +53,8 @@ def _run(command: Callable[..., Any], *args: Any) -> int:
     NotImplementedError,
   ) as error:  # fmt: skip
     notes = getattr(error, "__notes__", [])
+    # JAX says there, below a line of dashes, that it hides its frames.
+    notes = [note for note in notes if not note.startswith("-----")]
     return _report("; ".join([str(error), *notes]), exits.of_error(error))
   except OSError as error:
     where = f"{error.filename}: " if error.filename else ""
@@ -60,6 +62,8 @@ def _run(command: Callable[..., Any], *args: Any) -> int:
   except (jax.errors.JaxRuntimeError, MemoryError) as error:
     reason = str(error).strip().partition("\n")[0]
     message = f"{type(error).__name__}: {reason}"
+    if exits.is_of_options(error):
+      message = f"config.train.compiler_options: {reason}"
     return _report(message, exits.of_error(error))
   except (RuntimeError, AssertionError) as error:
     if _has_devices():
