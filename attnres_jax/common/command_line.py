@@ -27,6 +27,7 @@ from attnres_jax.common import plans
 from attnres_jax.common import text_table
 from attnres_jax.config import describe
 from attnres_jax.config import fields as fields_lib
+from attnres_jax.config import load
 
 T = TypeVar("T")
 # Types of arguments whose text is no path, so that ~ stays.
@@ -212,6 +213,11 @@ class Parser(argparse.ArgumentParser):
     return options
 
   def error(self, message: str) -> NoReturn:
+    unknown = re.match(
+      r"unrecognized arguments: --?(?:config\.)?(\w+)", message
+    )
+    if unknown and self._has_config:
+      message += load.hint(unknown[1])
     stop(message)
 
   def _check_numbers(self, options: argparse.Namespace) -> None:

@@ -61,6 +61,18 @@ Path = Annotated[
 ]
 
 
+def acts(default: Any, **conditions: tuple[Any, ...]) -> Any:
+  """A field that acts only beside certain values of other fields.
+
+  Set by hand beside others, it is refused.
+
+  Args:
+    default: of the field.
+    **conditions: name of another field of its dataclass -> these values.
+  """
+  return dataclasses.field(default=default, metadata={"acts": conditions})
+
+
 class Checked:
   """Base of dataclasses whose values are checked, such as a config's.
 
@@ -69,6 +81,9 @@ class Checked:
   """
 
   _prefix = "config."
+  # Groups of fields that stand in each other's place: setting one by hand
+  # undoes those of the other groups.
+  alternatives = typing.cast(tuple[tuple[str, ...], ...], ())
 
   def __init_subclass__(cls, prefix: str = "", root: str = "config."):
     cls._prefix = f"{root}{prefix}." if prefix else root
@@ -82,6 +97,19 @@ class Checked:
     """Refuses the value of the field `name` unless `holds`."""
     if not holds:
       errors.fail_argument(self._prefix + name, getattr(self, name), accepted)
+
+
+def check_acts(config: Checked, leaf: str) -> None:
+  """Refuses a field that was set, if it cannot act in this config."""
+  (field,) = (f for f in dataclasses.fields(config) if f.name == leaf)  # pyrefly: ignore[bad-argument-type]
+  for other, values in field.metadata.get("acts", {}).items():
+    listed = " or ".join(map(repr, values))
+    config.require(
+      getattr(config, other) in values,
+      leaf,
+      f"no value of its own, since it acts only with {other}={listed} (is"
+      f" {getattr(config, other)!r})",
+    )
 
 
 def accept(name: str, value: Any, kind: Any) -> Any:

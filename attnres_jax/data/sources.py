@@ -57,7 +57,11 @@ def open_splits(config: config_lib.DataConfig) -> dict[str, Opened]:
     for name in ("path", "validation_path"):
       value = getattr(config, name)
       if value:
-        accepted = "nothing, with data.source='stdlib'"
+        others = ", ".join(name for name in SOURCES if name != "stdlib")
+        accepted = (
+          "nothing, with data.source='stdlib', or a source that reads it:"
+          f" {others}"
+        )
         config_lib.fail(f"data.{name}", value, accepted)
     return _by_hash(config, stdlib.StdlibDocuments())
   is_text = config.source == "text"
