@@ -252,6 +252,17 @@ def test_fields_that_a_scheme_cannot_use(name, fields, message):
     residuals.abstract_residual(tiny_network.config(name, **fields))
 
 
+@pytest.mark.parametrize("method", ["init", "write", "readout", "input"])
+def test_a_scheme_without_a_method_is_named(method):
+  name = "Incomplete"
+  scheme = type(name, (base.Residual,), {})(
+    tiny_network.config("prenorm"), rngs=None
+  )
+  arguments = {"init": 1, "write": 3, "readout": 1, "input": 2}[method]
+  with pytest.raises(NotImplementedError, match=f"{name} has no `{method}`"):
+    getattr(scheme, method)(*[None] * arguments)
+
+
 def test_names_and_families():
   assert sum(residuals.families().values(), []) == list(residuals.RESIDUALS)
   config = tiny_network.config("hyper_conections")
