@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attnres_jax.common import draws
 from attnres_jax.inference.settings import Settings as Settings
 
 
@@ -107,11 +108,12 @@ def _random(logits_BV, rows, position_B):
   )
 
   def one(logits_V, seed, stream, position):
-    key = jax.random.fold_in(jax.random.key(seed), stream)
+    key = jax.random.fold_in(draws.key(seed), stream)
     key = jax.random.fold_in(key, position)
     return jax.random.categorical(key, logits_V)
 
-  return jax.vmap(one)(logits_BV, rows.seed, rows.stream, position_B)
+  with draws.reproducible():
+    return jax.vmap(one)(logits_BV, rows.seed, rows.stream, position_B)
 
 
 def _cut(logits_BV, rows):

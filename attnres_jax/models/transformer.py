@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import draws
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
 from attnres_jax.models import decoding
@@ -216,7 +217,8 @@ def build_model(
   Raises:
     ConfigError: the config has an unknown scheme or no vocabulary size.
   """
-  return Transformer(config, rngs=nnx.Rngs(params=seed))
+  with draws.reproducible():
+    return Transformer(config, rngs=nnx.Rngs(params=draws.key(seed)))
 
 
 def scheme_while_decoding(
