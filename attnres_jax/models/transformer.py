@@ -208,7 +208,7 @@ def build_model(
 ) -> Transformer:
   """A model with freshly drawn parameters, in `config.parameter_dtype`.
 
-  `seed` is a number or a key of `jax.random`.
+  `seed` may be traced.
 
   With the same seed, all schemes draw the same embedding, layers and head,
   because the parameters of a scheme are drawn last. (A scheme may scale the

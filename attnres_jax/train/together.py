@@ -182,7 +182,7 @@ class Group:
 
     if self._state is None:
       init = lambda seed: train_state.init(self._first, seed)
-      seeds_S = jnp.array([config.seed for config in self.configs])
+      seeds_S = np.array([config.seed for config in self.configs], np.uint32)
       self._state = jax.jit(jax.vmap(init), out_shardings=self._replicated)(
         seeds_S
       )

@@ -440,7 +440,7 @@ def _nbytes(variables: Any) -> int:
 
 def init(config: config_lib.RunConfig, seed: int | jax.Array) -> TrainState:
   """A new state, with the weights of a seed, which may be traced."""
-  model: Any = models.build_model(config.model, jax.random.key(seed))
+  model: Any = models.build_model(config.model, seed)
   opt_state = optimizer_lib.make_optimizer(config.optim).init(_wide(model))
   zero = jnp.zeros((), jnp.int32)
   average = None
