@@ -76,18 +76,19 @@ $(VENV)/.made-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is not Python 3.11 or newer; try" \
 	    "make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
 $(VENV)/.demo-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
-	$(BIN)/python -m pip install -qq --editable ".[plots]"
+	@$(BIN)/python dev/install.py plots
 	@touch $@
 
 # The compiler is part of the TPU library.
 $(VENV)/.pod-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
-	$(BIN)/python -m pip install -qq --editable ".[tpu]"
+	@$(BIN)/python dev/install.py tpu
 	@touch $@
 
 $(VENV)/.dev-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
-	$(BIN)/python -m pip install -qq --editable ".[dev]"
+	@$(BIN)/python dev/install.py dev
 	@touch $@
