@@ -87,6 +87,7 @@ def _stop(workdir, fields, kind):
   return stopped["step"]
 
 
+@pytest.mark.more
 def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
   broken = tmp_path / "broken"
   # SIGKILL during a save. The first attempt almost always works.

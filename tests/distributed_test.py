@@ -38,6 +38,7 @@ WHOLE = {"mesh.data": 2}
 STAGES = {"mesh.stage": 2, "mesh.data": 1, "pipeline.microbatches": 2}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "first,then",
   [
@@ -120,6 +121,7 @@ if sys.argv[2] == "0":
 """
 
 
+@pytest.mark.more
 def test_a_process_that_is_refused_alone_does_not_wait_for_ever():
   address = tiny_run.free_address()
   processes = [

@@ -142,6 +142,7 @@ def test_compiles_for_a_slice_that_is_not_here():
   assert "fits" in json.dumps(found)
 
 
+@pytest.mark.more
 def test_sweeps_trains_and_is_plotted(tmp_path):
   source = tiny_sweep.write(
     tmp_path / "sweep.py",

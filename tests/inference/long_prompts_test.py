@@ -29,6 +29,7 @@ def _mesh():
   return sharding.make_mesh(config_lib.MeshConfig(data=1, tensor=DEVICES))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   ("name", "cached"),
   [

@@ -61,6 +61,7 @@ def test_missing_output():
     gpu.errors({}, {"d": np.zeros(32)})
 
 
+@pytest.mark.more
 def test_exact_in_pieces():
   inputs = _BOTH.draw(0)
   once, pieces = _BOTH.exact(inputs, 40), _BOTH.exact(inputs, 16)

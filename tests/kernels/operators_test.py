@@ -16,6 +16,7 @@ from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import shapes as stream_shapes
 from tests import compare
+from tests import tiers
 from tests.kernels import tpu_aot_test
 
 
@@ -43,13 +44,14 @@ def test_compiles(name, shape, dtype, chip):
     assert re.search(rf"\b{kernel}\b", text), kernel
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name",
   [
     # The kernels of heads are those of one head.
     pytest.param(name, marks=[pytest.mark.slow] * ("heads" in name))
     for name in problems.OPERATORS
   ],
+  first=["depth_attention", "depth_merge_norm"],
 )
 def test_vmap_and_remat_change_nothing(name):
   """Two problems at once, each with its forward pass computed again."""
@@ -82,7 +84,7 @@ def _heads(*sizes, heads=1, rank=None, dtype="bfloat16"):
     yield pytest.param(name, shape, dtype, marks=slow, id=f"{name}-{shape}")
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,shape,dtype",
   [
     # Queries, sources, tokens, width. Registers have 128 columns: heads own
@@ -98,8 +100,7 @@ def _heads(*sizes, heads=1, rank=None, dtype="bfloat16"):
     *_heads(9, 2, 9, 256, rank=128),
     ("stream_mix", stream_shapes.Shape("bfloat16", "bfloat16", 130, 256),
      "bfloat16"),
-  ],
-)  # fmt: skip
+  ], first=2)  # fmt: skip
 def test_kernels_round_as_plain_jax_does(name, shape, dtype):
   """Interpreted, against the reference in float32."""
   operator = problems.OPERATORS[name]

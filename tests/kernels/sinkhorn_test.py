@@ -11,6 +11,7 @@ import pytest
 
 from attnres_kernels import dispatch
 from attnres_kernels import sinkhorn
+from tests import tiers
 
 BACKENDS = ("xla", "pallas_tpu")
 
@@ -40,7 +41,7 @@ def in_float64(logits, gradient, **options):
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "shape,iterations", [((4, 4, 3, 5), 20), ((3, 3, 1100), 2), ((1, 1, 2), 1)]
 )
 def test_is_its_definition(implementation, shape, iterations):
@@ -51,7 +52,7 @@ def test_is_its_definition(implementation, shape, iterations):
     np.testing.assert_allclose(a, b, rtol=0, atol=3e-6)
 
 
-@pytest.mark.parametrize("implementation", BACKENDS)
+@tiers.parametrize("implementation", BACKENDS, first=["xla"])
 def test_extreme_logits(implementation):
   """Entries down to exp(-30): gradients by logarithms stay bounded."""
   arguments = draw(4, 4, 200, size=8.0), draw(4, 4, 200, seed=1)
@@ -60,7 +61,7 @@ def test_extreme_logits(implementation):
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("implementation", BACKENDS)
+@tiers.parametrize("implementation", BACKENDS, first=["xla"])
 def test_survives_a_column_that_no_row_wants(implementation):
   logits = jnp.full((4, 4, 1, 1), 0.0).at[:, 1].set(-200.0)
   found, slope = both(implementation, logits, jnp.ones_like(logits))

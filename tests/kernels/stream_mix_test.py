@@ -11,6 +11,7 @@ import pytest
 
 from attnres_kernels import dispatch
 from attnres_kernels import stream_mix
+from tests import tiers
 
 NAMES = "streams", "y", "write", "mix", "weight", "bias", "scale"
 
@@ -81,7 +82,7 @@ class TestStreamMix:
     check(found, wanted, 1e-12)
 
   # The last tile is a part of one, and the width no multiple of 128.
-  @pytest.mark.parametrize(
+  @tiers.parametrize(
     "tokens,width,columns,count",
     [
       ((2, 100), 192, 24, 4),
@@ -89,6 +90,7 @@ class TestStreamMix:
       pytest.param((128,), 128, 5, 2, marks=pytest.mark.slow),
       pytest.param((130,), 640, 17, 3, marks=pytest.mark.slow),
     ],
+    first=[(128,)],
   )
   def test_kernel(self, tokens, width, columns, count):
     arguments = make(tokens, width, columns, count)

@@ -208,6 +208,7 @@ def test_a_step(batch):
   assert changed >= 2
 
 
+@pytest.mark.more
 def test_frozen_weights_are_not_scaled(batch):
   optim = config_lib.OptimConfig(qk_clip=0.01, freeze=("core/query$",))
   program = _program(optim=optim)

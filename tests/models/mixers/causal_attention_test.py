@@ -12,6 +12,7 @@ from attnres_jax.common import topology
 from attnres_jax.models.mixers import causal_attention
 from attnres_kernels import dispatch
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 
 BATCH, HEADS, WIDTH, VALUE = 2, 4, 6, 3
@@ -139,7 +140,7 @@ def _widened(arrays):
   return [x.astype(jnp.float32) for x in arrays]
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "dtype,packed,heads,kv_heads,width,value",
   [
     ("float32", False, 2, 2, 24, 16),
@@ -147,6 +148,7 @@ def _widened(arrays):
     ("bfloat16", True, 2, 2, 192, 128),
     ("bfloat16", False, 4, 1, 32, 32),
   ],
+  first=2,
 )
 def test_splash_is_the_tiled_form(
   dtype, packed, heads, kv_heads, width, value, monkeypatch
