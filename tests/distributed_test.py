@@ -95,6 +95,7 @@ def test_two_processes_stop_and_die_together_and_equal_one(
       np.testing.assert_allclose(*values, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_all_processes_learn_that_the_folder_is_taken(fields, tmp_path):
   claim = claims.acquire(tmp_path)
   before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

@@ -109,6 +109,7 @@ def test_letters_say_how_to_train_and_cut_it():
   )
 
 
+@pytest.mark.more
 def test_a_pipeline_on_a_mesh_takes_the_plain_step():
   _, plain, metrics = _step(_config())
   for part in (plain.residual.factor, plain.sublayers["shift"].core.now):

@@ -66,6 +66,7 @@ def test_collectives_of_a_chunk(name, cached):
   assert largest == 4 * LENGTH * config.width
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "name",
   [

@@ -171,6 +171,7 @@ def batch():
   return {"tokens": jax.random.randint(jax.random.key(3), (4, 9), 0, 32)}
 
 
+@pytest.mark.more
 def test_a_step(batch):
   plain, plain_metrics = _step(_program(), batch)
   whole = _program()

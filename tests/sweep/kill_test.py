@@ -218,6 +218,7 @@ def test_a_disk_that_fills_up_during_a_sweep(whole, source, tmp_path):
   _assert_same(whole, out)
 
 
+@pytest.mark.more
 def test_report_rows_and_status(whole, tmp_path, capsys):
   for run in folder_lib.read(whole):
     log = (whole / run.name / "log.txt").read_text()

@@ -338,6 +338,7 @@ def _resources():
   return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.more
 def test_saves_leave_no_descriptors_and_threads_behind(tmp_path):
   config = config_lib.CheckpointConfig(keep_last=1)
   state = {"model": {"w": jnp.zeros((2,))}}

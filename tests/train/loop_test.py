@@ -177,6 +177,7 @@ def test_finished_run_is_left_alone(whole, run, fields):
   assert (run / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.more
 def test_a_finished_run_without_checkpoints_is_no_other_run(quick_run, quick):
   shutil.rmtree(quick_run / "checkpoints")
   summary = json.loads((quick_run / "summary.json").read_text())
@@ -313,7 +314,7 @@ def _cut(folder):
   largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "damage,event",
   [(_cut, "checkpoint set aside"), (shutil.rmtree, "checkpoint missing")],
 )
@@ -349,6 +350,7 @@ def test_changed_config_is_refused(run, fields):
   ] == 0.003  # fmt: skip
 
 
+@pytest.mark.more
 def test_a_field_that_is_new_since_then_changes_nothing(whole, run, fields):
   tiny_run.rewind(run, 10)
   values = json.loads((run / "config.json").read_text())
@@ -379,6 +381,7 @@ def test_changed_config_when_told(quick_run, quick):
   assert config.optim.peak_lr == 1e-5
 
 
+@pytest.mark.more
 def test_harmless_changes_are_accepted(quick_whole, quick_run, quick):
   run = quick_run
   tiny_run.rewind(run, 15)
@@ -506,6 +509,7 @@ def test_nan_stops_with_the_last_good_checkpoint(
   assert event["step"] == bad and event["policy"] == "stop"
 
 
+@pytest.mark.more
 def test_nan_before_any_checkpoint(quick, tmp_path, monkeypatch):
   _poison(monkeypatch, 2)
   with pytest.raises(step_log.NonFiniteError) as error:

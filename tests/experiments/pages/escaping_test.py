@@ -66,7 +66,7 @@ def _spoiled(values, keep=()):
   }
 
 
-@tiers.parametrize("kind", SPECS)
+@tiers.parametrize("kind", SPECS, first=["any"])
 def test_reports_of_sweeps(tmp_path, kind):
   spec, render = SPECS[kind]
   runs = folder_lib.prepare(tmp_path, grid.load(spec)[:8], HOSTILE)

@@ -242,6 +242,7 @@ def test_a_named_kernel_that_cannot_run_says_so(
     jax.jit(lambda *a: _all(kernel, segments, *a))(*arrays)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kernel", ["auto", "cudnn"])
 def test_cudnn_is_asked_where_it_is_there(kernel, monkeypatch):
   """With JAX's plain form of the same function in its place."""
