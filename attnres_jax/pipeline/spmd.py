@@ -439,17 +439,12 @@ class Pipeline:
     return range(self.placement.layout.num_chunks)
 
 
-def make_pipeline(
-  config: config_lib.RunConfig,
-  mesh: Mesh,
-  network: type[stage_lib.Network] = stage_lib.Network,
-) -> Pipeline:
+def make_pipeline(config: config_lib.RunConfig, mesh: Mesh) -> Pipeline:
   """Plans the steps of a run.
 
   Args:
     config: of the run.
     mesh: with an axis `stage` above 1.
-    network: what the chunks compute.
 
   Raises:
     ConfigError: the mesh, the batch and the network do not fit together.
@@ -463,7 +458,7 @@ def make_pipeline(
   )
   if config.model.depth_loop == "scan":
     block_scan.check(config.model.sublayer_kinds, layout.ends, scheme)
-  chunks = network(config, layout)
+  chunks = stage_lib.Network(config, layout)
   rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
   block, partial = _state_shapes(chunks, model, rows)
   rule = config.pipeline.rule

@@ -150,6 +150,7 @@ class TestPrepare:
         with pytest.raises(config_lib.ConfigError, match="interrupted"):
           data.open_dataset(config, "train")
 
+  @pytest.mark.more
   def test_a_kill_loses_nothing_that_was_whole(self):
     # The real command on the real corpus, killed after a few shards.
     command = [

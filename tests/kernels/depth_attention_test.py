@@ -12,6 +12,7 @@ import pytest
 from attnres_kernels import depth_attention
 from attnres_kernels import dispatch
 from tests import compare
+from tests import tiers
 
 EPS = 1e-6
 
@@ -107,13 +108,15 @@ class TestDepthAttention:
 
   @pytest.mark.parametrize("implementation", PLAIN)
   @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-  @pytest.mark.parametrize(
-    "shape", ((1, 1, (3,), 8), (3, 4, (2, 5), 24), (11, 3, (2, 2, 2), 40))
+  @tiers.parametrize(
+    "shape",
+    ((1, 1, (3,), 8), (3, 4, (2, 5), 24), (11, 3, (2, 2, 2), 40)),
+    first=2,
   )
   def test_plain_backends(self, implementation, dtype, shape):
     self.check(implementation, *make(0, *shape, dtype))
 
-  @pytest.mark.parametrize(
+  @tiers.parametrize(
     "dtype,shape",
     [
       ("float32", (3, 2, (20,), 40)),
@@ -125,6 +128,7 @@ class TestDepthAttention:
       # The most sources.
       pytest.param("bfloat16", (2, 130, (3,), 24), marks=pytest.mark.slow),
     ],
+    first=2,
   )
   def test_pallas_tpu_interpreted(self, dtype, shape):
     self.check("pallas_tpu", *make(1, *shape, dtype))

@@ -149,6 +149,7 @@ def test_checks_pass_and_can_fail(name, dtype, monkeypatch):
   assert row["status"] == measure.FAILED
 
 
+@pytest.mark.more
 def test_the_command(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}kernels")
   monkeypatch.chdir(pathlib.Path(__file__).parents[3])
