@@ -9,7 +9,6 @@ from typing import Any
 from attnres_jax.common import csv_rows
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
-from attnres_kernels.stream_mix import shapes as stream_shapes
 from experiments.pages import readme
 
 _RESULTS = pathlib.Path(__file__).parents[2] / "kernels/benchmarks/results"
@@ -128,19 +127,15 @@ def _place(name: str, *table: Any) -> readme.Place:
   return readme.Place(make, name, "", document)
 
 
-_STREAMS = [f"stream_mix_{way}" for way in _WAYS]
 _KDA = [
   "kda_forward", "kda_forward_saving", "kda_backward", "short_conv_forward",
   "short_conv_backward",
 ]  # fmt: skip
 _SLOTS = "{hbm_us:.0f}, {schedule_us:.0f}, {ratio}, {limiting_slot} {slot_use}"
-_TIMES = "{ratio} ({schedule_us:,.0f} / {hbm_us:,.0f})"
 PLACES = [
   _place("gpu"),
   _place("static", "tpu_static", _CHIPS, "{ratio}", _depth()),
   _place("heads", "tpu_static", ["v5p"], "{ratio}", _heads()),
-  _place("streams", "streams_static", _CHIPS, _TIMES,
-         _of_shapes(_STREAMS, stream_shapes.NAMED)),
   _place("kda", "kda_static", (*_CHIPS, "v4"), _SLOTS,
          _of_shapes(_KDA, kda_shapes.NAMED)),
   *(readme.Place(of_device, name, name) for name in ("h100", "h200")),

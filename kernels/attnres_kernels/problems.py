@@ -18,7 +18,6 @@ import numpy as np
 import attnres_kernels
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
-from attnres_kernels.stream_mix import shapes as stream_shapes
 
 PASSES = "forward", "backward"
 # What rounds to bfloat16 on the way may be off by this much with bfloat16
@@ -175,39 +174,6 @@ def _conv(shape: kda_shapes.Shape, dtype: Any, draw: Any) -> Problem:
   return Problem(run, arrays, ("x", "taps"), _BFLOAT16_ERROR, "xla")
 
 
-def _streams(shape: stream_shapes.Shape, dtype: Any, draw: Any) -> Problem:
-  count, tokens, width = shape.count, shape.tokens, shape.width
-  # A sublayer's output may be narrower than the streams, never wider.
-  stored = shape.dtype if jnp.dtype(dtype) == jnp.bfloat16 else dtype
-  streams = [draw(tokens, width, dtype=stored) for _ in range(count)]
-  mix = jnp.eye(count)[..., None] + 0.3 * draw(count, count, tokens)
-  weight = draw(count, width, shape.columns) / width**0.5
-
-  def run(implementation, *arrays):
-    new, h, logits = attnres_kernels.stream_mix(
-      arrays[:count], *arrays[count:], implementation=implementation
-    )
-    return *new, h, logits
-
-  small = draw(count, tokens), mix, weight, draw(count), draw()
-  names = "y", "write", "mix", "weight", "bias", "scale"
-  return Problem(
-    run,
-    (*streams, draw(tokens, width, dtype=dtype), *small),
-    (*(f"stream {i}" for i in range(count)), *names),
-    _BFLOAT16_ERROR,
-  )
-
-
-def _sinkhorn(shape: stream_shapes.Shape, dtype: Any, draw: Any) -> Problem:
-  def run(implementation, logits):
-    wide = logits.astype("float32")
-    return (attnres_kernels.sinkhorn(wide, implementation=implementation),)
-
-  logits = 4 * draw(shape.count, shape.count, shape.tokens, dtype=dtype)
-  return Problem(run, (logits,), ("logits",))
-
-
 def _both(kernel: str, saving: bool = False) -> dict[str, tuple[str, ...]]:
   """A gradient is a forward pass, which may save more, and a backward pass."""
   forward = f"{kernel}_forward"
@@ -261,19 +227,5 @@ OPERATORS = {
     kda_shapes.Shape("short", 1, 32, 1, 128, 128),
     kda_shapes.NAMED,
     _both("short_conv"),
-  ),
-  "stream_mix": Operator(
-    _streams,
-    stream_shapes.Shape("check", "bfloat16", 520, 1168, 4, 24),
-    stream_shapes.Shape("short", "bfloat16", 136, 160, 2, 8),
-    stream_shapes.NAMED,
-    _both("stream_mix"),
-  ),
-  "sinkhorn": Operator(
-    _sinkhorn,
-    stream_shapes.Shape("check", "float32", 1100),
-    stream_shapes.Shape("short", "float32", 40, count=3),
-    (),
-    _both("sinkhorn"),
   ),
 }

@@ -43,7 +43,6 @@ from attnres_kernels import dispatch
 from attnres_kernels import problems
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
-from attnres_kernels.stream_mix import shapes as stream_shapes
 
 
 class Chip(NamedTuple):
@@ -77,7 +76,6 @@ _SHAPES: dict[str, dict[str, tuple[Any, ...]]] = {
     "rms_norm": shapes.MERGE,
   },
   "kda": {"kda": kda_shapes.NAMED, "short_conv": kda_shapes.NAMED},
-  "streams": {"stream_mix": stream_shapes.NAMED},
 }  # fmt: skip
 _KEYS = ("kernel", "chip", "shape")
 # A tile of an array in memory: sublanes and lanes.

@@ -14,7 +14,6 @@ from attnres_kernels import dispatch
 from attnres_kernels import problems
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
-from attnres_kernels.stream_mix import shapes as stream_shapes
 from tests import compare
 from tests import tiers
 from tests.kernels import tpu_aot_test
@@ -99,8 +98,6 @@ def _heads(*sizes, heads=1, rank=None, dtype="bfloat16"):
     *_heads(2, 18, 5, 256, heads=4),
     *_heads(2, 3, 9, 304, rank=140, dtype="float32"),
     *_heads(9, 2, 9, 256, rank=128),
-    ("stream_mix", stream_shapes.Shape("bfloat16", "bfloat16", 130, 256),
-     "bfloat16"),
   ], first=2)  # fmt: skip
 def test_kernels_round_as_plain_jax_does(name, shape, dtype):
   """Interpreted, against the reference in float32."""
