@@ -8,6 +8,7 @@ implementation and the arrays, and returns a tuple of arrays.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -73,24 +74,32 @@ def draws(seed: int) -> Callable[..., jax.Array]:
   return draw
 
 
-def results(problem: Problem, implementation: str, *arrays: jax.Array) -> Any:
-  """Values, then the gradients of all arrays for fixed cotangents."""
-  values, pull = jax.vjp(
-    lambda *a: problem.function(implementation, *a), *arrays
+def arguments(
+  problem: Problem, draw: Callable[..., jax.Array] | None = None
+) -> tuple[jax.Array, ...]:
+  """The arrays of a problem, then cotangents for `results`.
+
+  Cotangents are exact in bfloat16, so that all implementations get equal ones.
+  They are made here and not in `results`, which is timed.
+  """
+  draw = draw or draws(1)
+  call = functools.partial(problem.function, problem.reference)
+  return *problem.arrays, *(
+    draw(*x.shape, dtype="bfloat16").astype(x.dtype)
+    for x in jax.eval_shape(call, *problem.arrays)
   )
-  # Exact in bfloat16, so that both sides have the same. Not by a cast there and
-  # back, which compilers drop.
-  cotangents = (
-    jax.lax.reduce_precision(
-      jnp.cos(jnp.arange(x.size, dtype=jnp.float32)), 8, 7
-    )
-    for x in values
-  )
-  gradients = pull(
-    tuple(
-      c.reshape(x.shape).astype(x.dtype) for c, x in zip(cotangents, values)
-    )
-  )
+
+
+def results(problem: Problem, implementation: str, *given: jax.Array) -> Any:
+  """Values by name, and gradients if cotangents follow the arrays."""
+  arrays = given[: len(problem.names)]
+  cotangents = given[len(problem.names) :]
+  call = functools.partial(problem.function, implementation)
+  if not cotangents:
+    return {f"result {i}": x for i, x in enumerate(call(*arrays))}
+  values, pull = jax.vjp(call, *arrays)
+  pairs = zip(cotangents, values, strict=True)
+  gradients = pull(tuple(c.astype(x.dtype) for c, x in pairs))
   named = {f"result {i}": x for i, x in enumerate(values)}
   return named | {f"d{n}": g for n, g in zip(problem.names, gradients)}
 
