@@ -267,7 +267,9 @@ class TestPrepare:
     ],
   )
   def test_errors_are_one_line(self, args, message, capsys):
-    assert prepare.main([f"--output={self.output}", *args]) == 2
+    with pytest.raises(SystemExit) as ended:
+      sys.exit(prepare.main([f"--output={self.output}", *args]))
+    assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert re.search(f"^error: .*{message}[^\n]*\n$", err)
