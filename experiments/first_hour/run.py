@@ -20,6 +20,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import csv_rows
 from attnres_jax.common import files
+from attnres_jax.config import fields
 from experiments.first_hour import measure
 from experiments.first_hour import tables
 from experiments.pages import readme
@@ -33,7 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   add = parser.add_argument
   every = ",".join(measure.PARTS)
   add("--out", default="runs/first_hour", help="folder of rows")
-  add("--minutes", type=float, default=9.0, help="time of the whole command")
+  add(
+    "--minutes",
+    type=fields.Positive,
+    default=9.0,
+    help="time of the whole command",
+  )
   add("--platform", default="", choices=("", "cpu", "tpu", "gpu"),
       help="platform that JAX must use (default: any)")  # fmt: skip
   add("--parts", default=every, help="comma-separated; some of the default")

@@ -64,6 +64,7 @@ def _reference(folder):
   return found, config["text_config"]
 
 
+@pytest.mark.more
 def test_logits(folder):
   model = huggingface.load(huggingface.read(folder))
   rng = np.random.default_rng(0)

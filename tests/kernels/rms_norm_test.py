@@ -9,6 +9,7 @@ import pytest
 
 from attnres_kernels import dispatch
 from attnres_kernels import rms_norm
+from tests import tiers
 
 EPS = 0.3  # Large enough to matter.
 
@@ -48,7 +49,9 @@ def run(implementation, x, gain, dy, eps=EPS):
 
 
 @pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
-@pytest.mark.parametrize("shape", [(2, 12, 256), (5, 130), (300, 128)], ids=str)
+@tiers.parametrize(
+  "shape", [(2, 12, 256), (5, 130), (300, 128)], ids=str, first=2
+)
 def test_values_and_gradients(implementation, shape):
   """Rows that do not fill a tile, and columns that do not fill registers."""
   arrays = make(shape, "float32")

@@ -11,6 +11,7 @@ import pytest
 from attnres_jax.common import topology
 from attnres_jax.models import grouped_matmul
 from attnres_kernels import dispatch
+from tests import tiers
 
 GROUPS, IN, OUT = 5, 6, 4
 # Rows per group: even, some or most of them empty, all in one, larger and
@@ -55,14 +56,14 @@ def _products(x, weight, dy, sizes):
   )
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@tiers.parametrize("sizes", SIZES, first=2)
 def test_is_its_definition(sizes):
   arguments = _inputs(sizes)
   for found, expected in zip(_products(*arguments), _definition(*arguments)):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("sizes", SIZES[1:])
+@tiers.parametrize("sizes", SIZES[1:])
 def test_the_route_of_tpu_is_the_same(sizes, monkeypatch):
   """`ragged_dot`, by its definition for any platform, and Pallas kernels."""
   _only_the_kernels(monkeypatch)

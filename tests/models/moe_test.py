@@ -17,6 +17,7 @@ from attnres_jax.models import moe
 from attnres_jax.plan import hlo
 from tests import compare
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 from tests.models import cores
 
@@ -115,6 +116,7 @@ def test_latents_and_bounded_units(kwargs):
   cores.assert_close(cores.apply(module, x_BTD), _definition(module, x_BTD)[0])
 
 
+@pytest.mark.more
 def test_latents_over_devices():
   """The outputs and all gradients, with experts on several devices."""
   module, x_BTD = _module(num_experts=8, **K3), _inputs()
@@ -256,7 +258,7 @@ def _shardings(mesh, module):
   return sharding.state_sharding(tree, mesh)["moe"]["core"]
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "axes,ambient",
   [
     (dict(fsdp=2, tensor=2), True),
@@ -280,6 +282,7 @@ def test_over_devices(axes, ambient):
   )
 
 
+@pytest.mark.more
 def test_expert_parallel_in_bfloat16():
   """Rounded as on one device; gradients of weights are not."""
   module, x_BTD = _module(), _inputs("bfloat16")
@@ -388,6 +391,7 @@ def test_devices_share_the_work():
   assert "all-gather" not in program and "all-to-all" not in program
 
 
+@pytest.mark.more
 def test_load_metrics():
   load = jnp.array([[3.0, 3.0, 3.0, 3.0], [0.0, 8.0, 0.0, 0.0], [1, 3, 0, 4]])
   found = moe.load_metrics(load)

@@ -12,10 +12,12 @@ from attnres_jax.common import topology
 from attnres_jax.plan import hlo
 from attnres_jax.train import train_state
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 from tests.pipeline import networks
 
 
+@pytest.mark.more
 def test_loops_of_chunks_do_not_grow_with_depth():
   def products(sublayers, **fields):
     config = networks.config((2, 1, 2, sublayers, 2), **fields)
@@ -40,7 +42,7 @@ def _with_experts(mesh, **fields):
 @pytest.mark.parametrize(
   "schedule", ["fused", pytest.param("gpipe", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("gather", ["tick", "step"])
+@tiers.parametrize("gather", ["tick", "step"], first=["step"])
 @pytest.mark.parametrize(
   "make",
   [_with_experts, pytest.param(networks.of_all_kinds, marks=pytest.mark.slow)],

@@ -22,6 +22,7 @@ from attnres_jax import models
 from attnres_jax.common import files
 from attnres_jax.train import checkpoint
 from attnres_jax.train import checksums
+from tests import tiers
 from tests import tiny_network
 
 CONFIG = config_lib.CheckpointConfig(keep_last=10)
@@ -136,7 +137,7 @@ DAMAGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@tiers.parametrize("damage", DAMAGE, first=3)
 def test_damaged_newest_is_set_aside(tmp_path, damage):
   _save(tmp_path, [1, 2, 3])
   DAMAGE[damage](tmp_path / "checkpoints" / "3")
@@ -337,6 +338,7 @@ def _resources():
   return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.more
 def test_saves_leave_no_descriptors_and_threads_behind(tmp_path):
   config = config_lib.CheckpointConfig(keep_last=1)
   state = {"model": {"w": jnp.zeros((2,))}}

@@ -2,11 +2,13 @@
 """What holds for every registered scheme, at random parameters.
 
 A scheme is compiled twice around toy sublayers: as a scan, and cut in two parts
-of unrolled sublayers with checkpoints, as a pipeline and `remat` would have it.
+of unrolled sublayers with checkpoints, as a pipeline and `remat` would have it,
+whose norms are plain functions.
 By default, this is done for the first scheme of each family. The definition of
 each scheme is tested in the file of its family.
 """
 
+import dataclasses
 import functools
 import pathlib
 
@@ -27,6 +29,7 @@ from attnres_jax.models import trunk
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 from tests.models import trunks
 
@@ -65,6 +68,10 @@ def _whole(kinds, layers, scheme, embedding):
 def _in_parts(kinds, layers, scheme, embedding):
   cut, options = len(kinds) // 2, dict(scan=False, remat="full")
   # One sublayer of each kind in either part.
+  layers = {
+    kind: dataclasses.replace(layer, foreign=True)
+    for kind, layer in layers.items()
+  }
   first, second = (
     jax.tree.map(lambda a, i=i: a[i : i + 1], layers) for i in (0, 1)
   )
@@ -95,7 +102,7 @@ def _schemes():
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", list(_schemes()))
+@tiers.parametrize("name", list(_schemes()), first=["block_attnres", "mhc"])
 def test_scan_loop_parts_and_checkpoints_agree(name):
   kinds, scheme = _kinds(name), _scheme(name)
   layers, embedding = trunks.toy(4, pre_norm=scheme.pre_norm)
@@ -127,7 +134,7 @@ def test_scan_loop_parts_and_checkpoints_agree(name):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", list(_schemes()))
+@tiers.parametrize("name", list(_schemes()), first=["block_attnres", "mhc"])
 def test_reads_are_linear_while_coefficients_are_fixed(name):
   """So that mixing matrices show the coefficients, and nothing else."""
   scheme, rng = _scheme(name), np.random.default_rng(2)
@@ -244,6 +251,17 @@ def test_fields_that_a_scheme_cannot_use(name, fields, message):
     if "read" in fields:
       fields = dict(read=config_lib.DepthReadConfig(**fields["read"]))
     residuals.abstract_residual(tiny_network.config(name, **fields))
+
+
+@pytest.mark.parametrize("method", ["init", "write", "readout", "input"])
+def test_a_scheme_without_a_method_is_named(method):
+  name = "Incomplete"
+  scheme = type(name, (base.Residual,), {})(
+    tiny_network.config("prenorm"), rngs=None
+  )
+  arguments = {"init": 1, "write": 3, "readout": 1, "input": 2}[method]
+  with pytest.raises(NotImplementedError, match=f"{name} has no `{method}`"):
+    getattr(scheme, method)(*[None] * arguments)
 
 
 def test_names_and_families():
