@@ -39,7 +39,7 @@ def test_all_packages_have_a_floor():
   packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
   assert packages - {"configs"} == set(FLOORS)
   modules = {path.stem for path in ROOT.glob("*.py")}
-  assert modules == {"__init__", "aot", "main"}
+  assert modules == {"__init__", "main"}
 
 
 def test_schedules_and_laws_need_no_device_library():

@@ -86,6 +86,6 @@ def logits(
     scheme,
     model.embedding.encode(tokens_BT),
     None,
-    memory=model.depth_memory,
+    value_residual=model.config.value_residual,
   )
   return model.embedding.decode(model.final_norm(trace.reads[-1]))

@@ -101,8 +101,6 @@ def build_run_config(config: Mapping[str, Any]) -> RunConfig:
   """
   if isinstance(config, ml_collections.ConfigDict):
     config = config.to_dict()
-  # Runs of earlier versions could score tasks while they trained.
-  config = {name: part for name, part in config.items() if name != "eval"}
   run = _build(RunConfig, config, "")
   if run.data.tokenizer == "bytes":
     run = run.with_vocab_size(BYTE_VOCAB_SIZE)

@@ -361,10 +361,8 @@ class ModelConfig(fields.Checked, prefix="model"):
     mla: shape of `mla` mixers.
     moe: experts that replace dense MLPs.
     residual: the scheme that connects the sublayers.
-    depth_memory: what mixers keep for later mixers of the same token: `none`,
-      or another key of `attnres_jax.models.memory.DEPTH_MEMORY`.
-    depth_stride: distance between the mixers that `depth_attention` mixes; 0
-      for half of the mixers of a kind.
+    value_residual: whether the values of a mixer are the mean of its own and
+      of those of the first mixer of its kind (`models.value_residual`).
   """
 
   vocab_size: fields.Count = 0
@@ -395,8 +393,7 @@ class ModelConfig(fields.Checked, prefix="model"):
   mla: MlaConfig = MlaConfig()
   moe: MoeConfig = MoeConfig()
   residual: ResidualConfig = ResidualConfig()
-  depth_memory: str = "none"
-  depth_stride: fields.Count = 0
+  value_residual: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -408,10 +405,10 @@ class ModelConfig(fields.Checked, prefix="model"):
       "dense_layers",
       f"at most model.num_layers={self.num_layers}",
     )
-    self.attention.require(
-      self.depth_memory == "none" or not self.attention.qkv_bias,
-      "qkv_bias",
-      f"False with model.depth_memory={self.depth_memory!r}",
+    self.require(
+      not (self.value_residual and self.depth_loop == "scan"),
+      "depth_loop",
+      "'unrolled' with model.value_residual=True",
     )
     self.residual.require(
       self.residual.block_size <= self.num_sublayers,

@@ -266,13 +266,6 @@ def make_tokenizer(config: config_lib.DataConfig) -> Tokenizer:
     ConfigError: no such name, or no such vocabulary file.
     ImportError: its library is not installed; says what to install.
   """
-  if config.tokenizer == "sentencepiece":  # Of runs of earlier versions.
-    config_lib.fail(
-      "data.tokenizer",
-      config.tokenizer,
-      "'hf' and the tokenizer.json that transformers makes of a .model (commit"
-      " 1340b2f reads these)",
-    )
   cls = config_lib.choose("data.tokenizer", config.tokenizer, TOKENIZERS)
   return cls(config)
 

@@ -16,10 +16,8 @@ from typing import Any
 import jax
 
 from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax.flops import programs
 from attnres_jax.models import linear
-from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 
@@ -92,8 +90,6 @@ def _of_sublayers(
   model: config_lib.ModelConfig, length: int
 ) -> list[dict[linear.Part, float]]:
   """FLOPs of each sublayer and token."""
-  if model.depth_memory != "none":
-    return _with_memory(model, length)
   plain = dataclasses.replace(model, residual=config_lib.ResidualConfig())
   return [
     _of_sublayer(sublayer.CORES.get(kind), kind, plain, length)
@@ -111,34 +107,6 @@ def _of_sublayer(
   x_BTD = jax.ShapeDtypeStruct((1, length, model.width), model.dtype)
   found = programs.flops(lambda core, x_BTD: core(x_BTD), core, x_BTD)
   return {part: flops / length for part, flops in found.items()}
-
-
-def _with_memory(
-  model: config_lib.ModelConfig, length: int
-) -> list[dict[linear.Part, float]]:
-  """The same if what a sublayer computes depends on those before it."""
-  # Cores do not depend on a vocabulary that only files know.
-  known = dataclasses.replace(model, vocab_size=model.vocab_size or 1)
-  network = jax.eval_shape(lambda: models.build_model(known))
-  memory, found = network.depth_memory, []
-  x_BTD = jax.ShapeDtypeStruct((1, length, model.width), model.dtype)
-  state = memory.init()
-  for l, kind in enumerate(model.sublayer_kinds):
-    core = jax.tree.map(
-      lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype),
-      network.sublayers[kind].core,
-    )
-
-    def run(memory, core, x_BTD, state, l=l, kind=kind):
-      slot = jax.tree.map(lambda a: a[0], memory.open(l, l + 1))
-      call = memory_lib.Call(kind, core, x_BTD, None)
-      return memory.call(call, state, slot)
-
-    flops = programs.flops(run, memory, core, x_BTD, state)
-    found.append({part: n / length for part, n in flops.items()})
-    _, new = jax.eval_shape(run, memory, core, x_BTD, state)
-    state = memory.write(state, new)
-  return found
 
 
 def residual_flops(model: config_lib.ModelConfig) -> float:

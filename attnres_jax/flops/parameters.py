@@ -11,7 +11,6 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import sharding
-from attnres_jax.models import memory
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 
@@ -48,14 +47,9 @@ Parts = Mapping[str, Count]
 
 
 def of_parts(model: config_lib.ModelConfig) -> dict[str, Count]:
-  """All sublayers of each kind, norms, residual scheme, embedding and head.
-
-  And the depth memory, if there is one.
-  """
+  """All sublayers of each kind, norms, residual scheme, embedding and head."""
   kinds = dict.fromkeys(model.sublayer_kinds)
   names = (*kinds, "norms", "residual", "embedding", "head")
-  if model.depth_memory != "none":
-    names = (*kinds, "depth_memory", *names[len(kinds) :])
   modules = _modules(model, *_registered(model))
   return {name: total(modules.get(name, {})) for name in names}
 
@@ -74,11 +68,7 @@ def total(parts: Parts, *without: str) -> Count:
 def _registered(model: config_lib.ModelConfig) -> list[Any]:
   """The classes of the names in a config, which a notebook may replace."""
   cores = [sublayer.CORES.get(kind) for kind in set(model.sublayer_kinds)]
-  return [
-    residuals.RESIDUALS.get(model.residual.name),
-    memory.DEPTH_MEMORY.get(model.depth_memory),
-    *cores,
-  ]
+  return [residuals.RESIDUALS.get(model.residual.name), *cores]
 
 
 @functools.lru_cache(maxsize=64)
@@ -111,7 +101,7 @@ def _place(name: str) -> tuple[str, str]:
     return "norms", "gain"
   if first == "embedding":
     return {"table": "embedding", "head": "head"}[rest[0]], rest[0]
-  # sublayers/kind/core/module, residual/module or depth_memory/module
+  # sublayers/kind/core/module or residual/module
   return (rest[0], rest[2]) if first == "sublayers" else (first, rest[0])
 
 

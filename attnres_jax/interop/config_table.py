@@ -311,7 +311,6 @@ def network(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
     "moe.": "moe" in present,
     "activation.": config.activation.name != "silu",
     "rope.": attends and config.rope_theta and config.rope.scaling != "none",
-    "depth_stride": config.depth_memory != "none",
     "residual.": scheme != "prenorm",
   }  # fmt: skip
   kept = {"residual.name"}

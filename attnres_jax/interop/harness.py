@@ -84,10 +84,10 @@ class Network(model_lib.TemplateLM):
       **unknown: refused.
     """
     super().__init__()
+    unknown.pop("device", None)  # JAX chooses; lm_eval says cuda:0 by default.
     for name, value in unknown.items():
       expected = "workdir, step or max_length"
       config_lib.fail_argument(f"--model_args: {name}", value, expected)
-    # lm_eval gives a text.
     size = int(batch_size) if str(batch_size).isdigit() else batch_size
     fields.accept("--batch_size", size, fields.Size)
     fields.accept("--model_args: max_length", max_length, fields.Count)

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import layer_stacks
-from attnres_jax.models import memory as memory_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
@@ -62,9 +61,8 @@ def sublayers_of(blocks: layer_stacks.Run) -> layer_stacks.Run:
 
 
 def check(
-  kinds: Sequence[str], ends: Sequence[int], residual: base.Residual,
-  memory: memory_lib.DepthMemory,
-) -> None:  # fmt: skip
+  kinds: Sequence[str], ends: Sequence[int], residual: base.Residual
+) -> None:
   """Refuses networks that are no scan over blocks.
 
   `ends` are of the parts that run separately, such as the chunks of a pipeline.
@@ -75,8 +73,6 @@ def check(
   """
   if not residual.scans_blocks:
     reason = f"with {type(residual).__name__}, or with its reads"
-  elif not isinstance(memory, memory_lib.NoMemory):
-    reason = "with model.depth_memory"
   else:
     parts = zip((0, *ends), ends)
     runs = [find(kinds[start:end], residual, start) for start, end in parts]

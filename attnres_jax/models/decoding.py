@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
-from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import trunk
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.residuals import base
@@ -28,7 +27,7 @@ RESIDUAL = "residual"
 def extend(
   sublayers: Mapping[str, Any], kinds: Sequence[str], residual: base.Residual,
   embedding_BTD: jax.Array, caches: Mapping[str, Any], chunk: cache_lib.Chunk,
-  *, memory: memory_lib.DepthMemory, context: int | None = None,
+  *, value_residual: bool, context: int | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:  # fmt: skip
   """`trunk.run`, for new tokens of rows whose earlier tokens are in caches.
 
@@ -64,7 +63,7 @@ def extend(
     looking_back = history.looking_back()
   with looking_back:
     state = trunk.run_singly(
-      kinds, residual, embedding_BTD, None, memory, layer
+      kinds, residual, embedding_BTD, None, value_residual, layer
     )
     with scopes.part(scopes.RESIDUAL):
       h_BTD = residual.readout(state)
@@ -120,11 +119,10 @@ class _Core:
     return self._core.project(_gathered(x))
 
   def finish(
-    self, x: Any, query: Any, key: Any, value: Any, segment_ids_BT: Any,
-    **more: Any,
-  ) -> jax.Array:  # fmt: skip
+    self, x: Any, query: Any, key: Any, value: Any, segment_ids_BT: Any
+  ) -> jax.Array:
     y_BTD, self.added = self._core.extend_heads(
-      _gathered(x), query, key, value, self._cache, self._chunk, **more
+      _gathered(x), query, key, value, self._cache, self._chunk
     )
     return y_BTD
 

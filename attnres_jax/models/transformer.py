@@ -15,7 +15,6 @@ from attnres_jax.models import decoding
 from attnres_jax.models import embedding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
-from attnres_jax.models import memory
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
@@ -45,7 +44,6 @@ class Transformer(nnx.Module):
       over the sublayers of that kind, in the order of depth. While decoding, a
       list of modules for one sublayer each instead (`layer_stacks.separated`).
     residual: the scheme that connects the sublayers.
-    depth_memory: what mixers keep for later mixers.
     final_norm: between the scheme's readout and the head, in most schemes.
   """
 
@@ -62,8 +60,6 @@ class Transformer(nnx.Module):
     )
     self.residual = residuals.build_residual(config, rngs=rngs)
     self.residual.prepare(self.sublayers)
-    self.depth_memory = memory.build_memory(config, rngs=rngs)
-    self.depth_memory.prepare(self.sublayers)
     self.final_norm = norm.optional(
       self.residual.final_norm, config.width, config.norm_eps
     )
@@ -97,7 +93,7 @@ class Transformer(nnx.Module):
       self.residual,
       embedding_BTD,
       segment_ids_BT,
-      memory=self.depth_memory,
+      value_residual=self.config.value_residual,
       scan=self.config.scan_layers,
       remat=self.config.remat,
       depth_loop=self.config.depth_loop,
@@ -172,7 +168,7 @@ class Transformer(nnx.Module):
         self.embedding.encode(tokens_BT),
         cache.states,
         chunk,
-        memory=self.depth_memory,
+        value_residual=self.config.value_residual,
         context=context,
       )
       with scopes.part(scopes.NORM):
@@ -202,7 +198,7 @@ class Transformer(nnx.Module):
       self.residual,
       self.embedding.encode(tokens_BT),
       segment_ids_BT,
-      memory=self.depth_memory,
+      value_residual=self.config.value_residual,
     )
 
 
@@ -225,8 +221,8 @@ def scheme_while_decoding(
   """What caches depend on, found by a look at all reads.
 
   Returns:
-    Whether caches have the keys and values of all heads, since a scheme or a
-    depth memory changes them separately; and for each look back of the
+    Whether caches have the keys and values of all heads, since a scheme or
+    value residuals change them separately; and for each look back of the
     scheme, the abstract tokens.
   """
   history, separate = residuals.base.History(), []
@@ -244,5 +240,5 @@ def scheme_while_decoding(
   embedding = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
   with history.looking_back():
     before = jax.eval_shape(run, residual, embedding)
-  heads = config.depth_memory != "none" or any(separate)
+  heads = config.value_residual or any(separate)
   return heads, tuple(before)

@@ -18,7 +18,7 @@ one, around a sublayer, ensures that only one sublayer's intermediates are live
 at a time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 import functools
 import itertools
 from typing import Any, NamedTuple
@@ -33,9 +33,9 @@ from attnres_jax.common import sharding
 from attnres_jax.models import block_scan
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
-from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import moe
 from attnres_jax.models import sublayer as sublayer_lib
+from attnres_jax.models import value_residual as value_lib
 from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.residuals import base
 
@@ -67,7 +67,7 @@ def run(
   embedding_BTD: jax.Array,
   segment_ids_BT: jax.Array | None,
   *,
-  memory: memory_lib.DepthMemory | None = None,
+  value_residual: bool = False,
   scan: bool,
   remat: str,
   depth_loop: str = "unrolled",
@@ -81,7 +81,7 @@ def run(
     residual: the scheme.
     embedding_BTD: h_1 = v_0.
     segment_ids_BT: document numbers, which mixers do not cross, or None.
-    memory: what mixers keep for later mixers; None for nothing.
+    value_residual: whether later mixers use the first one's values.
     scan: scan over repeated sublayers, if the scheme allows it.
     remat: a key of `REMAT`.
     depth_loop: as in `config.ModelConfig`.
@@ -89,18 +89,17 @@ def run(
   Raises:
     ConfigError: a scan over depth is asked for, and there is none.
   """
-  memory = memory or memory_lib.NoMemory()
   if depth_loop == "scan":
-    block_scan.check(kinds, (len(kinds),), residual, memory)
+    block_scan.check(kinds, (len(kinds),), residual)
   with scopes.part(scopes.RESIDUAL):
     state = residual.init(embedding_BTD)
-  state, _ = run_part(
+  state = run_part(
     sublayers,
     kinds,
     residual,
-    (state, memory.init()),
+    state,
     segment_ids_BT,
-    memory=memory,
+    value_residual=value_residual,
     scan=scan,
     remat=remat,
     depth_loop=depth_loop,
@@ -113,32 +112,34 @@ def run_part(
   sublayers: Sublayers,
   kinds: Sequence[str],
   residual: base.Residual,
-  state: tuple[Any, Any],
+  state: Any,
   segment_ids_BT: jax.Array | None,
   *,
-  memory: memory_lib.DepthMemory | None = None,
+  value_residual: bool = False,
   start: int = 0,
   scan: bool,
   remat: str,
   depth_loop: str = "unrolled",
-) -> tuple[Any, Any]:
-  """Runs part of a network, as `run` does.
+) -> Any:
+  """The scheme's state after part of a network, which runs as `run` does.
 
-  Sublayers and kinds are of this part, and `start` sublayers are before it.
-  `state` has the states of the scheme and of the memory before the part; the
-  result has both after it.
+  Sublayers and kinds are of this part, and `start` sublayers are before it,
+  which left the given state. With value residuals, it is the whole network.
   """
-  memory = memory or memory_lib.NoMemory()
   around_segment, around_sublayer = config_lib.choose(
     "model.remat", remat, REMAT
   )
   calls = {
-    kind: around_sublayer(
-      functools.partial(apply_sublayer, residual, memory, kind)
-    )
+    kind: around_sublayer(functools.partial(apply_sublayer, residual, kind))
     for kind in sublayers
   }
-  segments = _plan(kinds, residual, memory, start, scan, depth_loop)
+  first: value_lib.First = {} if value_residual else None
+  apart = {
+    kinds.index(kind)
+    for kind, stack in sublayers.items()
+    if value_residual and value_lib.mixes(stack.core)
+  }
+  segments = _plan(kinds, residual, start, scan, depth_loop, apart)
   for segment, (source, take) in zip(
     segments, _sources(sublayers, segments, remat), strict=True
   ):
@@ -149,17 +150,17 @@ def run_part(
       )  # fmt: skip
       continue
     inside = functools.partial(
-      _run_segment, segment, residual, memory, take, calls, segment_ids_BT
+      _run_segment, segment, residual, take, calls, segment_ids_BT
     )
-    carry, remembered = around_segment(inside)(source, state)
+    carry, first = around_segment(inside)(source, state, first)
     with scopes.part(scopes.RESIDUAL):
-      state = residual.close(state[0], carry, segment.stop), remembered
+      state = residual.close(state, carry, segment.stop)
   return state
 
 
 def run_singly(
   kinds: Sequence[str], residual: base.Residual, embedding_BTD: jax.Array,
-  segment_ids_BT: jax.Array | None, memory: memory_lib.DepthMemory | None,
+  segment_ids_BT: jax.Array | None, value_residual: bool,
   layer: Callable[[int], Any],
   see: Callable[[Any, Any, jax.Array], None] = lambda carry, slot, y_BTD: None,
 ) -> Any:  # fmt: skip
@@ -168,18 +169,15 @@ def run_singly(
   Arguments are as in `run`; `layer` returns sublayer l, from 0, and
   `see` gets the carry and the slot that a sublayer reads, and its output.
   """
-  memory = memory or memory_lib.NoMemory()
-  remembered = memory.init()
+  first: value_lib.First = {} if value_residual else None
 
   def sublayer(l: int, carry: Any, slot: Any) -> Any:
-    nonlocal remembered
-    (memory_slot,) = layer_stacks.unstack(memory.open(l, l + 1), 1)
     with scopes.part(kinds[l]):
       y_BTD, new, after = apply_sublayer(
-        residual, memory, kinds[l], layer(l), (carry, remembered),
-        (slot, memory_slot), segment_ids_BT,
-      )  # fmt: skip
-    remembered = memory.write(remembered, new)
+        residual, kinds[l], layer(l), carry, slot, segment_ids_BT, first
+      )
+    if first is not None:
+      first.update(new)
     see(carry, slot, y_BTD)
     return y_BTD if after is None else (y_BTD, after)
 
@@ -193,7 +191,7 @@ def trace(
   embedding_BTD: jax.Array,
   segment_ids_BT: jax.Array | None,
   *,
-  memory: memory_lib.DepthMemory | None = None,
+  value_residual: bool = False,
 ) -> Trace:
   """Runs the trunk like `run`; returns what every sublayer read and wrote."""
   values, reads = [embedding_BTD], []
@@ -204,7 +202,7 @@ def trace(
 
   singles = layer_stacks.in_order(sublayers, kinds)
   state = run_singly(
-    kinds, residual, embedding_BTD, segment_ids_BT, memory,
+    kinds, residual, embedding_BTD, segment_ids_BT, value_residual,
     singles.__getitem__, see,
   )  # fmt: skip
   return Trace(tuple(values), (*reads, residual.readout(state)))
@@ -244,22 +242,19 @@ class _Segment(NamedTuple):
 
 
 def _plan(
-  kinds: Sequence[str], residual: base.Residual, memory: memory_lib.DepthMemory,
-  start: int, scan: bool, depth_loop: str = "unrolled",
+  kinds: Sequence[str], residual: base.Residual, start: int, scan: bool,
+  depth_loop: str = "unrolled", apart: Set[int] = frozenset(),
 ) -> list[_Segment]:  # fmt: skip
   """The segments, or parts of segments, from sublayer `start` on.
 
-  With a scan over depth, blocks that repeat are one.
+  With a scan over depth, blocks that repeat are one. Sublayers `apart` are
+  like no other.
   """
   cut = layer_stacks.no_runs
   if scan and residual.scannable:
     cut = layer_stacks.find_runs
   end = start + len(kinds)
-  # Sublayers that change the structure of the memory are like no other.
-  labels = [
-    (kind, l if memory.changes(l) else None)
-    for l, kind in enumerate(kinds, start)
-  ]
+  labels = [(kind, i if i in apart else None) for i, kind in enumerate(kinds)]
 
   def runs(first: int, stop: int) -> tuple[layer_stacks.Run, ...]:
     return tuple(
@@ -283,11 +278,11 @@ def _plan(
 
 def _scan_blocks(
   segment: _Segment, residual: Any, sublayers: Sublayers,
-  state: tuple[Any, Any], calls: _Calls,
+  state: Any, calls: _Calls,
   around: Callable[[Callable[..., Any]], Callable[..., Any]],
   segment_ids_BT: jax.Array | None,
-) -> tuple[Any, Any]:  # fmt: skip
-  """The states after blocks that repeat, of a scheme that `scans_blocks`."""
+) -> Any:  # fmt: skip
+  """The state after blocks that repeat, of a scheme that `scans_blocks`."""
 
   def run_block(
     kinds: Sequence[str], weights: Any, bank: Any, segment_ids_BT: Any
@@ -299,15 +294,12 @@ def _scan_blocks(
     carry: Any = None
     for kind, layer, slot in zip(kinds, layers, slots):
       with scopes.part(kind):
-        y_BTD, *_ = calls[kind](
-          layer, (carry, memory), (slot, None), segment_ids_BT
-        )
+        y_BTD, *_ = calls[kind](layer, carry, slot, segment_ids_BT, None)
       with scopes.part(scopes.RESIDUAL):
         carry = residual.write(carry, slot, y_BTD)
     return carry.astype(bank.rows_MBTD.dtype)
 
   assert segment.blocks is not None
-  state, memory = state
   with scopes.part(scopes.RESIDUAL):
     reads = residual.queries.reads(segment.start, segment.stop)
     sources, rest = residual.take_apart(state)
@@ -319,22 +311,21 @@ def _scan_blocks(
     sources,
     segment_ids_BT,
   )
-  return residual.put_together(sources, rest), memory
+  return residual.put_together(sources, rest)
 
 
 def _run_segment(
-  segment: _Segment, residual: base.Residual, memory: memory_lib.DepthMemory,
+  segment: _Segment, residual: base.Residual,
   take: Callable[[Any], list[Sublayers]], calls: _Calls,
-  segment_ids_BT: jax.Array | None, source: Any, state: tuple[Any, Any],
-) -> tuple[Any, Any]:  # fmt: skip
-  """The carry, and what the memory has, after a segment."""
-  state, remembered = state
+  segment_ids_BT: jax.Array | None, source: Any, state: Any,
+  first: value_lib.First,
+) -> tuple[Any, value_lib.First]:  # fmt: skip
+  """The carry after a segment, and the first values."""
   parts = take(source)
   with scopes.part(scopes.RESIDUAL):
     carry, slots = residual.open(state, segment.start, segment.stop)
-    slots = slots, memory.open(segment.start, segment.stop)
     slots = layer_stacks.split(slots, [run.length for run in segment.runs])
-  both = carry, remembered
+  both = carry, first
   for run, part, run_slots in zip(segment.runs, parts, slots):
 
     def period(both, xs, run=run):
@@ -347,12 +338,16 @@ def _run_segment(
         sublayers = layer_stacks.unsliced(sublayers)
       for kind, sublayer, slot in zip(run.kinds, sublayers, slots):
         with scopes.part(kind):
-          y_BTD, new, carry = calls[kind](sublayer, both, slot, segment_ids_BT)
-        new = jax.tree.map(base.save, new)
+          y_BTD, new, carry = calls[kind](
+            sublayer, both[0], slot, segment_ids_BT, both[1]
+          )
         with scopes.part(scopes.RESIDUAL):
           carry = both[0] if carry is None else carry
-          carry = residual.write(carry, slot[0], y_BTD)
-        both = carry, memory.write(both[1], new)
+          carry = residual.write(carry, slot, y_BTD)
+        first = both[1]
+        if new:
+          first = {**first, **jax.tree.map(base.save, new)}
+        both = carry, first
       return both, None
 
     xs = part, run_slots
@@ -366,32 +361,29 @@ def _run_segment(
 
 def apply_sublayer(
   residual: Any,
-  memory: memory_lib.DepthMemory,
   kind: str,
   sublayer: Any,
-  both: tuple[Any, Any],
-  slots: tuple[Any, Any],
+  before: Any,
+  slot: Any,
   segment_ids_BT: jax.Array | None,
+  first: value_lib.First,
 ) -> tuple[jax.Array, Any, Any]:
   """Runs one sublayer.
 
   `residual` is anything with `read` of a scheme, `sublayer` anything with a
-  `norm` and a `core`. `both` has the carry of the scheme, and what the memory
-  has; `slots` are of both.
+  `norm` and a `core`. `before` is the carry of the scheme.
 
   Returns:
-    The output, what is new in the memory, and the carry for `write` unless it
-    is the one given.
+    The output, what `first` does not have yet, and the carry for `write` unless
+    it is the one given.
   """
-  (before, remembered), (slot, memory_slot) = both, slots
   with scopes.part(scopes.RESIDUAL):
     x, carry = residual.read(before, slot, sublayer.norm)
-    # An unchanged one would be copied by `jax.checkpoint`.
+    # An unchanged carry would be copied by `jax.checkpoint`.
     carry = None if carry is before else carry
-  if not getattr(sublayer.core, "reads_qkv", False):
+  if not value_lib.mixes(sublayer.core):
     x = base.query_input(x)
-  call = memory_lib.Call(kind, sublayer.core, x, segment_ids_BT)
-  y_BTD, new = memory.call(call, remembered, memory_slot)
+  y_BTD, new = value_lib.call(sublayer.core, kind, x, segment_ids_BT, first)
   y_BTD = _with_one_gradient(sharding.keep_tokens(y_BTD))
   return y_BTD, new, carry
 

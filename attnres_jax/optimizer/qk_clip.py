@@ -42,7 +42,6 @@ def check(config: config_lib.RunConfig) -> None:
       or residuals.scheme_of(model).qkv_norm,
       "queries and keys without norms, which undo it",
     ),
-    (model.depth_memory != "none", "model.depth_memory='none'"),
     (config.mesh.stage != 1, "mesh.stage=1"),
   ):
     if prevents:

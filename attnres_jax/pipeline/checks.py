@@ -22,11 +22,9 @@ def layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
       mesh.shape[sharding.TENSOR],
       f"1 with mesh.stage={ranks}",
     )
-  if config.model.depth_memory != "none":
+  if config.model.value_residual:
     config_lib.fail(
-      "model.depth_memory",
-      config.model.depth_memory,
-      f"'none' with mesh.stage={ranks}",
+      "model.value_residual", True, f"False with mesh.stage={ranks}"
     )
   if ranks > count:
     config_lib.fail(

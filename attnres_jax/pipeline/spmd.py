@@ -47,7 +47,6 @@ from attnres_jax.common import scopes
 from attnres_jax.common import sharding
 from attnres_jax.models import block_scan
 from attnres_jax.models import loss as loss_lib
-from attnres_jax.models import memory as memory_lib
 from attnres_jax.pipeline import checks
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import placement as placement_lib
@@ -463,9 +462,7 @@ def make_pipeline(
     layout, block_size=scheme.block_size, stream=scheme.stream
   )
   if config.model.depth_loop == "scan":
-    block_scan.check(
-      config.model.sublayer_kinds, layout.ends, scheme, memory_lib.NoMemory()
-    )
+    block_scan.check(config.model.sublayer_kinds, layout.ends, scheme)
   chunks = network(config, layout)
   rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
   block, partial = _state_shapes(chunks, model, rows)

@@ -143,11 +143,11 @@ class Network:
         state = residual.init(partial)
     else:
       state = residual.put_together(blocks, partial)
-    state, _ = trunk.run_part(
+    state = trunk.run_part(
       sublayers,
       self.kinds(chunk),
       residual,
-      (state, {}),
+      state,
       microbatch.segment_ids,
       start=self.layout.ends[chunk - 1] if chunk else 0,
       scan=options.scan_layers,

@@ -208,8 +208,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 def config_hash(config: Mapping[str, Any]) -> str:
   """A short hexadecimal hash of all fields of a resolved config."""
-  # Configs had such a part, whose fields did not count.
-  hashed = {"eval": {}} | _without(config, "")
+  hashed = _without(config, "")
   text = json.dumps(
     hashed, sort_keys=True, separators=(",", ":"), allow_nan=False
   )

@@ -206,8 +206,6 @@ def _named(folder: epath.PathLike, name: str) -> str:
 def _read(folder: epath.Path, name: str) -> grid.Run:
   path = folder / name / RUN
   values = damage.read_object(path)
-  # Runs of earlier versions could begin with a checkpoint of another run.
-  values.pop("branch_of", None)
   with damage.of_file(path):
     run = grid.Run(**values)
     if run.name != name:

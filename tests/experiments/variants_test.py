@@ -194,7 +194,7 @@ def test_the_zoo(tmp_path, monkeypatch):
   rows = [*_rows(), _row("elmo", 0, 1.8, 100, "")]
   axes = zoo_report.differences([], rows).axes[0]
   labels = [label.get_text() for label in axes.get_yticklabels()]
-  assert labels[0] == "ELMo"
+  assert labels[0] == "ELMo readout"
 
 
 def _row(variant, seed, loss, tokens, budget):

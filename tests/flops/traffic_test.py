@@ -75,9 +75,9 @@ FIELDS = tiny_network.KINDS | dict(
     {},
     dict(name="mudd"),
     dict(name="mrla_light"),
-    dict(depth_memory="value_residual"),
+    dict(value_residual=True),
   ],
-  ids=lambda fields: "-".join(fields.values()) or "plain",
+  ids=lambda fields: "-".join(map(str, fields.values())) or "plain",
 )
 def test_caches_are_those_of_a_decoder(dtype, fields):
   model = tiny_network.config(dtype=dtype, **FIELDS | fields)

@@ -106,12 +106,9 @@ def test_equals_one_device(name):
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * scale)
 
 
-@pytest.mark.parametrize("depth_memory", ["none", "moda"])
-def test_tiles_of_queries(depth_memory, monkeypatch):
+def test_tiles_of_queries(monkeypatch):
   """In tiles, queries of a later chunk attend to the same tokens."""
-  model = tiny_network.model(
-    "prenorm", mixers=("attention",), depth_memory=depth_memory
-  )
+  model = tiny_network.model("prenorm", mixers=("attention",))
   tokens_BT = np.random.default_rng(0).integers(0, 16, (2, 24))
 
   def hidden(model, tokens_BT):

@@ -168,19 +168,11 @@ def test_every_mixer(dtype, tolerance, tokens_T):
   "fields",
   [
     dict(name="mudd", mixers=("kda", "mla")),
-    dict(mixers=("attention",), depth_memory="moda"),
+    dict(mixers=("attention",), value_residual=True),
     pytest.param(dict(mixers=("mla",), read=VALUE_QUERY), marks=SLOW),
-    pytest.param(
-      dict(mixers=("kda",), depth_memory="value_residual_learned"), marks=SLOW
-    ),
-    pytest.param(
-      dict(mixers=("mla",), depth_memory="depth_attention"), marks=SLOW
-    ),
-    pytest.param(
-      dict(mixers=("attention",), depth_memory="svformer"), marks=SLOW
-    ),
+    pytest.param(dict(mixers=("kda", "mla"), value_residual=True), marks=SLOW),
   ],
-  ids=["mudd", "moda", "value-query", "value-residual", "depth", "svformer"],
+  ids=["mudd", "value-residual", "value-query", "value-residual-of-kinds"],
 )
 def test_values_from_elsewhere(fields, tokens_T):
   """Values that are read separately, or come from earlier mixers."""

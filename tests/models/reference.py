@@ -1,27 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer in NumPy: attention, MLPs, and the residuals of the paper.
-
-A hook stands between projections and attention, where depth memories are.
-"""
+"""A transformer in NumPy: attention, MLPs, and the residuals of the paper."""
 
 from flax import nnx
 import jax
 import numpy as np
-
-
-class Hook:
-  """What a depth memory does; this one does nothing."""
-
-  def mixer(self, n, query, key, value):
-    """Of mixer n, from 0: its values, and further columns of its softmax.
-
-    A column is a score [B, T, N] and a value [B, T, K, H].
-    """
-    del n, query, key
-    return value, []
-
-  def mlp(self, n, x):
-    """Sees the normalised input of the n-th MLP."""
 
 
 def array(parameter):
@@ -34,9 +16,9 @@ def rms_norm(x, eps=1e-6):
   return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
-def logits(model, tokens, segments=None, hook=None):
+def logits(model, tokens, segments=None):
   """Logits [B, T, V] in float64, from the weights alone."""
-  config, hook = model.config, hook or Hook()
+  config, first = model.config, None
   segments = np.zeros_like(tokens) if segments is None else segments
   table = array(model.embedding.table)
   values = [table[tokens]]
@@ -48,10 +30,10 @@ def logits(model, tokens, segments=None, hook=None):
       x = rms_norm(_read(model, values), config.norm_eps)
       x = x * array(part.norm.gain)
       if kind == "mlp":
-        hook.mlp(n, x)
         values.append(_mlp(part.core, x))
       else:
-        values.append(_attention(part.core, x, n, config, segments, hook))
+        y, first = _attention(part.core, x, first, config, segments)
+        values.append(y)
   h = rms_norm(_read(model, values), config.norm_eps)
   h = h * array(model.final_norm.gain)
   found = h @ (
@@ -86,10 +68,8 @@ def _mlp(core, x):
   return (gate / (1 + np.exp(-gate)) * up) @ array(core.down)
 
 
-def _attention(core, x, n, config, segments, hook):
+def _attention(core, x, first, config, segments):
   def project(name):
-    if getattr(core, name) is None:
-      return x
     y = np.einsum("btd,dnh->btnh", x, array(getattr(core, name)))
     bias, norm = getattr(core, f"{name}_bias"), getattr(core, f"{name}_norm")
     if bias is not None:
@@ -99,14 +79,17 @@ def _attention(core, x, n, config, segments, hook):
     return y
 
   query, key, value = map(project, ("query", "key", "value"))
-  value, columns = hook.mixer(n, query, key, value)
+  first = value if first is None else first
+  if config.value_residual:
+    value = (first + value) / 2
   if config.rope_theta:
     query, key = (
       _rotate(a, config.rope_theta, config.rope) for a in (query, key)
     )
-  mixed = _attend(query, key, value, columns, segments)
+  mixed = _attend(query, key, value, segments)
   y = np.einsum("btnh,nhd->btd", mixed, array(core.output))
-  return y if core.output_bias is None else y + array(core.output_bias)
+  y = y if core.output_bias is None else y + array(core.output_bias)
+  return y, first
 
 
 def _rotate(x, theta, rope):
@@ -139,18 +122,14 @@ def _scaled(frequency, rope):
   return (1 - share) * frequency / rope.factor + share * frequency
 
 
-def _attend(query, key, value, columns, segments):
+def _attend(query, key, value, segments):
   batch, length, heads, width = query.shape
   group = heads // key.shape[2]
   out = np.zeros((batch, length, heads, value.shape[-1]))
   for b, t, n in np.ndindex(batch, length, heads):
     k = n // group
     seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
-    scores = list(key[b, seen, k] @ query[b, t, n] / width**0.5)
-    values = list(value[b, seen, k])
-    for score, more in columns:
-      scores.append(score[b, t, n])
-      values.append(more[b, t, k])
-    weight = np.exp(np.array(scores) - max(scores))
-    out[b, t, n] = (weight / weight.sum()) @ np.array(values)
+    scores = key[b, seen, k] @ query[b, t, n] / width**0.5
+    weight = np.exp(scores - max(scores))
+    out[b, t, n] = (weight / weight.sum()) @ value[b, seen, k]
   return out

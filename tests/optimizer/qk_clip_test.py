@@ -233,9 +233,7 @@ def test_microbatches_and_devices_find_the_same_logits(batch):
 @pytest.mark.parametrize(
   "fields,message",
   [({"model": dataclasses.replace(MODEL, qkv_norm=True)}, "without norms"),
-   ({"model": dataclasses.replace(MODEL, mixers=("kda", "kda"))}, "softmax"),
-   ({"model": dataclasses.replace(MODEL, depth_memory="value_residual")},
-    "depth_memory")],
+   ({"model": dataclasses.replace(MODEL, mixers=("kda", "kda"))}, "softmax")],
 )  # fmt: skip
 def test_refused(fields, message):
   with pytest.raises(config_lib.ConfigError, match=rf"qk_clip: .*{message}"):

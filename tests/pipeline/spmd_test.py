@@ -307,7 +307,7 @@ def test_what_does_not_fit_is_named_in_one_line(monkeypatch):
   refused(r"mesh\.stage: got 4", (4, 1, 4, 2, 1))
   refused(r"pipeline\.virtual_stages: got 3", (2, 3, 2, 4, 1))
   refused(r"mesh\.tensor: got 2", networks.SMALL, dict(tensor=2))
-  refused(r"depth_memory: got 'moda'", networks.SMALL, depth_memory="moda")
+  refused(r"value_residual: got True", networks.SMALL, value_residual=True)
   refused(r"batch_size: got 12", networks.SMALL, dict(data=2), rows=12)
   optim = config_lib.OptimConfig(accumulate_steps=2)
   refused(r"accumulate_steps: got 2", networks.SMALL, optim=optim)

@@ -43,7 +43,7 @@ def test_compute_with_a_vocabulary_that_only_files_know():
     rows_lib.compute_of(
       config_lib.RunConfig(
         model=tiny_network.config(
-          "prenorm", depth_memory="value_residual", vocab_size=size
+          "prenorm", value_residual=True, vocab_size=size
         )
       )
     )

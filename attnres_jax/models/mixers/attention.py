@@ -20,7 +20,7 @@ from attnres_jax.models.residuals import base
 
 
 class Mixer(nnx.Module):
-  """A mixer whose heads a depth memory may change.
+  """A mixer in parts, whose values may come from elsewhere.
 
   Subclasses define `project`, from inputs to queries, keys and values of heads
   [B, T, N, H]; `finish`, from these to the output; and `extend_heads`, the same
@@ -72,30 +72,28 @@ class SoftmaxMixer(Mixer):
   def finish(
     self, x: jax.Array | base.QKV, query_BTNH: jax.Array, key_BTKH: jax.Array,
     value_BTKV: jax.Array, segment_ids_BT: jax.Array | None = None,
-    columns: causal_attention.Columns | None = None,
   ) -> jax.Array:  # fmt: skip
-    """The output, of heads as from `project`, which may attend to more."""
+    """The output, of heads as from `project`."""
     query_BTNH, key_BTKH = self.turned(query_BTNH), self.turned(key_BTKH)
     if self.probe is not None:
       query_BTNH = probe_lib.probed(
         query_BTNH, key_BTKH, segment_ids_BT, self.probe[...]
       )
     mixed_BTNV = causal_attention.attend(
-      query_BTNH, key_BTKH, value_BTKV, segment_ids_BT,
-      kernel=self.kernel, columns=columns,
-    )  # fmt: skip
+      query_BTNH, key_BTKH, value_BTKV, segment_ids_BT, kernel=self.kernel
+    )
     return self.outputs(x, mixed_BTNV)
 
   def extend_heads(
     self, x: jax.Array | base.QKV, query_BTNH: jax.Array, key_BTKH: jax.Array,
     value_BTKV: jax.Array, cache: cache_lib.Tokens | cache_lib.Open,
-    chunk: cache_lib.Chunk, columns: causal_attention.Columns | None = None,
+    chunk: cache_lib.Chunk,
   ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:  # fmt: skip
     """`extend`, of heads as from `project`."""
     position_BT = chunk.position_BT(query_BTNH.shape[1])
     mixed_BTNV, new = causal_attention.extend(
       self.turned(query_BTNH, position_BT), self.turned(key_BTKH, position_BT),
-      value_BTKV, cache, chunk, kernel=self.kernel, columns=columns,
+      value_BTKV, cache, chunk, kernel=self.kernel,
     )  # fmt: skip
     return self.outputs(x, mixed_BTNV), new
 
@@ -128,19 +126,12 @@ class Attention(SoftmaxMixer):
     self.value_norm = norm_lib.optional(config.qkv_norm, *norm)
 
   def project(self, x: jax.Array | base.QKV) -> tuple[Any, ...]:
-    """Queries [B, T, N, H], keys and values [B, T, K, H], without positions.
-
-    Values are None if the mixer uses the values of another one.
-    """
+    """Queries [B, T, N, H], keys and values [B, T, K, H], without positions."""
     x = base.qkv(x)
-    value_BTKH = None
-    if self.value is not None:
-      value_BTKH = linear.affine(x.value, self.value, self.value_bias)
-      value_BTKH = self.value_norm(value_BTKH)
     return (
       self.query_norm(linear.affine(x.query, self.query, self.query_bias)),
       self.key_norm(linear.affine(x.key, self.key, self.key_bias)),
-      value_BTKH,
+      self.value_norm(linear.affine(x.value, self.value, self.value_bias)),
     )
 
   def turned(

@@ -48,25 +48,12 @@ _BLOCKS: tuple[int, ...] = (1024, 512, 256, 128)
 _KEYS_AT_ONCE = 512
 
 
-class Columns(NamedTuple):
-  """More columns of a softmax, M for each query.
-
-  Attributes:
-    logits_BTNM: their scaled scores, in the dtype of sums.
-    value_BTKMV: their values.
-  """
-
-  logits_BTNM: jax.Array
-  value_BTKMV: jax.Array
-
-
 class Tile(NamedTuple):
   """Queries, and what belongs to each of them."""
 
   query_BTNH: jax.Array
   position_1T: jax.Array
   segment_BT: jax.Array | None = None
-  columns: Columns | None = None
 
 
 class Keys(NamedTuple):
@@ -80,7 +67,7 @@ class Keys(NamedTuple):
 def attend(
   query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKV: jax.Array,
   segment_ids_BT: jax.Array | None = None, *, kernel: str = "auto",
-  tile: int = 0, columns: Columns | None = None,
+  tile: int = 0,
 ) -> jax.Array:  # fmt: skip
   """Attends to positions s <= t, within a document if segment ids are given.
 
@@ -92,7 +79,6 @@ def attend(
     kernel: a value of `model.attention_kernel`.
     tile: queries per tile without a kernel; does not change the function. 0
       chooses by T.
-    columns: what else each query attends to; no fused kernel has these.
 
   Returns:
     [B, T, N, V] in the dtype of the values; the softmax is in float32.
@@ -108,10 +94,6 @@ def attend(
   # Causal: half of all pairs count, even if a kernel computes more.
   pairs = num_queries * query_BTNH.shape[1] / 2
   flops = 2 * pairs * (width + value_width)
-  if columns is not None:
-    kernel = "tiled"
-    arrays, specs = (*arrays, columns), (*specs, sharding.HEADS)
-    flops += 2 * columns.logits_BTNM.size * value_width
   attention = functools.partial(_by_kernel, kernel, tile)
   return linear.counted(
     sharding.by_shards(attention, specs, sharding.HEADS), *arrays,
@@ -125,7 +107,7 @@ def attend(
 def extend(
   query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKV: jax.Array,
   cache: cache_lib.Tokens | cache_lib.Open, chunk: cache_lib.Chunk, *,
-  kernel: str = "auto", columns: Columns | None = None,
+  kernel: str = "auto",
 ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:  # fmt: skip
   """`attend` of new tokens, which also attend to the tokens of a cache.
 
@@ -137,16 +119,14 @@ def extend(
   )
   before, added = cache_lib.opened(cache, new, chunk)
   if not before.room:
-    return attend(
-      query_BTNH, key_BTKH, value_BTKV, kernel=kernel, columns=columns
-    ), added
+    return attend(query_BTNH, key_BTKH, value_BTKV, kernel=kernel), added
   scale = query_BTNH.shape[-1] ** -0.5
-  return attend_after(query_BTNH, before, new, chunk, scale, columns), added
+  return attend_after(query_BTNH, before, new, chunk, scale), added
 
 
 def attend_after(
   query_BTNH: jax.Array, cache: cache_lib.Tokens, new: cache_lib.Tokens,
-  chunk: cache_lib.Chunk, scale: float, columns: Columns | None = None,
+  chunk: cache_lib.Chunk, scale: float,
 ) -> jax.Array:  # fmt: skip
   """Attends to a cache and, causally, to new tokens, in one softmax.
 
@@ -163,21 +143,20 @@ def attend_after(
     Keys(tokens.arrays[0].astype(dtype), tokens.arrays[-1].astype(dtype), seen)
     for tokens, seen in ((cache, lambda _: before_B1S), (new, of_new))
   ]
-  tiles = Tile(query_BTNH, jnp.arange(length)[None], None, columns)
+  tiles = Tile(query_BTNH, jnp.arange(length)[None])
   return by_tiles(lambda tile: _mix(tile, parts, scale), tiles, TILE)
 
 
 def _tiled(
   query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKV: jax.Array,
-  segment_ids_BT: jax.Array | None, columns: Columns | None = None, *,
-  tile: int,
+  segment_ids_BT: jax.Array | None, *, tile: int,
 ) -> jax.Array:  # fmt: skip
   """`attend` in plain JAX."""
   length = query_BTNH.shape[1]
   tile = tile or min(TILE, max(_SMALLEST, -(-length // _SPANS)))
   step = tile * -(-length // (tile * _SPANS))
   position_1T = jnp.arange(length)[None]
-  tiles = Tile(query_BTNH, position_1T, segment_ids_BT, columns)
+  tiles = Tile(query_BTNH, position_1T, segment_ids_BT)
   # Autodiff adds up their gradients over tiles in this dtype.
   key_BKTH, value_BKTV = (
     jnp.swapaxes(precision.widen(x), 1, 2) for x in (key_BTKH, value_BTKV)
@@ -226,13 +205,10 @@ def _mix(tile: Tile, parts: Sequence[Keys], scale: float) -> jax.Array:
   Joined in one array, scores of parts would be copied into another layout and
   back, which takes longer than attention over a long cache.
   """
-  columns, dtype = tile.columns, tile.query_BTNH.dtype
+  dtype = tile.query_BTNH.dtype
   wide = precision.wide(dtype)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
   logits = [masked_logits(tile, part, scale) for part in parts]
-  if columns is not None:
-    kv_heads = parts[0].key_BKSH.shape[1]
-    logits.append(_by_kv_head(columns.logits_BTNM.astype(wide), kv_heads))
   # The output does not depend on it, so no gradient passes through it.
   top_BKGT1 = jax.lax.stop_gradient(
     functools.reduce(
@@ -245,10 +221,6 @@ def _mix(tile: Tile, parts: Sequence[Keys], scale: float) -> jax.Array:
     product("BKGTS,BKSV->BKGTV", weight_BKGTS.astype(dtype), part.value_BKSV)
     for weight_BKGTS, part in zip(weights, parts)
   )
-  if columns is not None:
-    mixed_BKGTV += product(
-      "BKGTM,BTKMV->BKGTV", weights[-1].astype(dtype), columns.value_BTKMV
-    )
   mixed_BTKGV = jnp.moveaxis((mixed_BKGTV / total_BKGT1).astype(dtype), 3, 1)
   return jax.lax.collapse(mixed_BTKGV, 2, 4)
 

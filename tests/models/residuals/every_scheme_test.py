@@ -70,9 +70,9 @@ def _in_parts(kinds, layers, scheme, embedding):
   )
   state = scheme.init(embedding)
   run = functools.partial(trunk.run_part, **options)
-  state, _ = run(first, kinds[:cut], scheme, (state, {}), None)
+  state = run(first, kinds[:cut], scheme, state, None)
   state = scheme.put_together(*scheme.take_apart(state))
-  state, _ = run(second, kinds[cut:], scheme, (state, {}), None, start=cut)
+  state = run(second, kinds[cut:], scheme, state, None, start=cut)
   return scheme.readout(state)
 
 

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Value residuals against their equation in NumPy, and under the trunk."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import flops
+from attnres_jax import models
+from attnres_jax.models import trunk
+from tests import jaxprs
+from tests import tiny_network
+from tests.models import reference
+
+CONFIG = tiny_network.config(
+  "prenorm", vocab_size=12, width=8, num_layers=4, num_heads=4, num_kv_heads=2,
+  init_std=0.4, rope_theta=100.0, value_residual=True,
+)  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 12, (2, 5), dtype=np.int32)
+
+
+@functools.cache
+def _network():
+  return models.build_model(CONFIG)
+
+
+def _with(**fields):
+  """The same parameters in a network with other options."""
+  network = _network()
+  config = dataclasses.replace(CONFIG, **fields)
+  other = jax.eval_shape(lambda: models.build_model(config))
+  leaves = jax.tree.leaves(network)
+  return jax.tree.unflatten(jax.tree.structure(other), leaves)
+
+
+@jax.jit
+def _loss_and_gradient(network, tokens):
+  def loss(network):
+    logits = network(tokens)
+    weight = jnp.sin(1.0 + jnp.arange(logits.size, dtype=logits.dtype))
+    return jnp.sum(weight * logits.reshape(-1)), logits
+
+  return jax.value_and_grad(loss, has_aux=True)(network)
+
+
+def test_definition():
+  network = _network()
+  (_, logits), gradient = _loss_and_gradient(network, TOKENS)
+  expected = reference.logits(network, TOKENS)
+  np.testing.assert_allclose(logits, expected, atol=2e-4)
+  assert np.abs(logits - jax.jit(_with(value_residual=False))(TOKENS)).max() > 1
+  for path, leaf in jax.tree_util.tree_flatten_with_path(gradient)[0]:
+    assert np.any(leaf), f"{jax.tree_util.keystr(path)} gets no gradient"
+  # Nothing looks ahead.
+  changed = TOKENS.copy()
+  changed[:, -1] = (changed[:, -1] + 1) % CONFIG.vocab_size
+  (_, others), _ = _loss_and_gradient(network, changed)
+  np.testing.assert_allclose(others[:, :-1], logits[:, :-1], atol=1e-5)
+
+
+def test_unrolled_with_checkpoints_nothing_changes():
+  (_, logits), gradient = _loss_and_gradient(_network(), TOKENS)
+  other = _with(scan_layers=False, remat="full")
+  (_, again), same = _loss_and_gradient(other, TOKENS)
+  np.testing.assert_allclose(again, logits, atol=1e-4)
+  flat, _ = jax.tree_util.tree_flatten_with_path(gradient)
+  for (path, a), b in zip(flat, jax.tree.leaves(same), strict=True):
+    where, size = jax.tree_util.keystr(path), 1e-6 + np.abs(a).max()
+    np.testing.assert_allclose(b, a, rtol=0, atol=3e-4 * size, err_msg=where)
+
+
+def test_trace_sees_the_network():
+  network = _with(residual=config_lib.ResidualConfig("rescaled"))
+
+  @jax.jit
+  def both(network):
+    trace = network.trace(TOKENS)
+    return trace.reads[-1], network.hidden(TOKENS), trace.reads
+
+  last, hidden, reads = both(network)
+  np.testing.assert_allclose(network.final_norm(last), hidden, atol=1e-5)
+  assert len(reads) == CONFIG.num_sublayers + 1
+
+
+def test_the_first_mixer_is_apart_in_a_scan():
+  """The others see its values as a constant."""
+  loops = [
+    equation.params["length"]
+    for equation in jaxprs.equations(jax.make_jaxpr(_network())(TOKENS).jaxpr)
+    if equation.primitive.name == "scan"
+  ]
+  # Others are tiles of attention.
+  assert loops.count(3) == 1 and 4 not in loops
+  kept = jaxprs.saved(lambda m: m.hidden(TOKENS), _with(remat="full"))
+  assert sum(a.shape == (*TOKENS.shape, 2, 2) for a in kept) == 1
+  (segment,) = trunk._plan(
+    CONFIG.sublayer_kinds, _network().residual, 0, True, apart={0}
+  )
+  assert [(run.kinds, run.repeats) for run in segment.runs] == [
+    (("attention",), 1), (("mlp", "attention"), 3), (("mlp",), 1)
+  ]  # fmt: skip
+
+
+def test_each_kind_has_its_first_values():
+  network = models.build_model(
+    dataclasses.replace(
+      CONFIG, mixers=("kda", "mla"), num_kv_heads=0,
+      **{kind: tiny_network.KINDS[kind] for kind in ("kda", "mla")},
+    )
+  )  # fmt: skip
+  trace = jax.jit(lambda m: m.trace(TOKENS))(network)
+
+  @jax.jit
+  def halved(one, other, first_BTD, last_BTD):
+    _, _, values = one.core.project(one.norm(first_BTD))
+    x_BTD = other.norm(last_BTD)
+    query, key, own = other.core.project(x_BTD)
+    return other.core.finish(x_BTD, query, key, (values + own) / 2)
+
+  for kind, first, last in (("kda", 0, 4), ("mla", 2, 6)):
+    one, other = (
+      jax.tree.map(lambda a, i=i: a[i], network.sublayers[kind]) for i in (0, 1)
+    )
+    expected = halved(one, other, trace.reads[first], trace.reads[last])
+    np.testing.assert_allclose(trace.values[last + 1], expected, atol=1e-5)
+
+
+def test_cost_and_bfloat16():
+  plain = dataclasses.replace(CONFIG, value_residual=False)
+  assert flops.flops_per_token(CONFIG, 6) == flops.flops_per_token(plain, 6)
+  rounded = dataclasses.replace(CONFIG, dtype="bfloat16")
+  network = jax.eval_shape(lambda: models.build_model(rounded))
+  h_BTD = jax.eval_shape(lambda m: m.hidden(TOKENS), network)
+  assert h_BTD.dtype == jnp.bfloat16
+
+
+def test_a_scan_over_blocks_is_refused():
+  with pytest.raises(config_lib.ConfigError, match="depth_loop: got 'scan'"):
+    dataclasses.replace(CONFIG, depth_loop="scan")
