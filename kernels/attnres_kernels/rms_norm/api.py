@@ -5,8 +5,8 @@ Compilers fuse a norm into the matrix products around it, which is free where
 one product makes its input. A mixture of `depth_attention` comes from a kernel,
 so its norm would be read once more for the mean square, and once per product.
 
-Heads are normalised one by one. A compiler would give them an axis of their
-own, in float32, and copy what kernels read and write with heads side by side.
+Heads are normalised one by one. A compiler would give heads a separate axis,
+in float32, and copy what kernels read and write with heads side by side.
 """
 
 from jaxtyping import Array
