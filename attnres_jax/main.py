@@ -76,6 +76,7 @@ def _train(options: argparse.Namespace) -> exits.Exit:
     # that runs out of memory in a step.
     alone = isinstance(error, jax.errors.JaxRuntimeError)
     alone |= exits.of_error(error) == exits.Exit.AGAIN
+    alone &= not isinstance(error, exits.HeldError)
     if not (options.distributed and alone):
       raise
     _leave(error)

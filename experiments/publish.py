@@ -17,6 +17,7 @@ keeps documents and rows consistent.
 import argparse
 from collections.abc import Sequence
 import importlib
+import io
 import pathlib
 import sys
 
@@ -69,17 +70,26 @@ def load(experiment: str) -> readme.Published:
 
 
 def publish(published: readme.Published) -> None:
-  """Fills in the documents and draws the figures."""
+  """Fills in the documents and draws the figures.
+
+  Nothing is written before all of them are made. `published.adopted` are rows
+  that become a file as well.
+  """
   rows = [published.read(name) for name in published.figure_rows]
+  written: dict[pathlib.Path, str | bytes] = {}
   for name, draw in published.figures.items() if all(rows) else ():
     # The same rows give the same file.
     salt = {"svg.hashsalt": pathlib.Path(name).stem, "svg.fonttype": "none"}
-    with matplotlib.rc_context(salt):
+    with matplotlib.rc_context(salt), io.BytesIO() as drawn:
       draw(*rows).savefig(
-        published.folder / name, facecolor="white", metadata={"Date": None}
+        drawn, format="svg", facecolor="white", metadata={"Date": None}
       )
-  for path, text in published.filled().items():
-    files.write(path, text)
+      written[published.folder / name] = drawn.getvalue()
+  written |= published.filled()
+  for name, adopted in published.adopted.items():
+    csv_rows.write(published.folder / f"{name}.csv", adopted)
+  for path, content in written.items():
+    files.write(path, content)
 
 
 def _main(options: argparse.Namespace) -> None:
@@ -87,15 +97,43 @@ def _main(options: argparse.Namespace) -> None:
   if options.adopt:
     places = {place.rows: place for place in published.places}
     config_lib.choose("--to", options.to, places)
-    path = published.folder / f"{options.to}.csv"
     adopted = _adopted(options.adopt)
+    _check_columns(options.adopt, adopted, published.read(options.to))
     names = {row.get("run") for row in adopted}  # Others have no such column.
     texts = {row.get("data") for row in adopted}
     known = published.read(options.to) if options.add else []
     known = [row for row in known if row.get("data") in texts]
     kept = [row for row in known if row["run"] not in names]
-    csv_rows.write(path, [*kept, *adopted])
+    rows = csv_rows.parse(csv_rows.text([*kept, *adopted]))
+    published = published._replace(adopted={options.to: rows})
+    try:
+      publish(published)
+    except (KeyError, ValueError) as error:
+      # Such as rows of another experiment. A ConfigError is a ValueError.
+      reason = f"{type(error).__name__}: {error}"
+      config_lib.fail_argument(
+        "--adopt", options.adopt, f"rows that can be published ({reason})"
+      )
+    return
   publish(published)
+
+
+def _check_columns(
+  path: str, adopted: readme.Rows, committed: readme.Rows
+) -> None:
+  """Refuses rows that are none, or lack columns of all committed rows."""
+  if not adopted:
+    config_lib.fail_argument("--adopt", path, "a file with rows")
+  needed = {
+    name
+    for name in (committed[0] if committed else ())
+    if all(row[name] for row in committed)
+  }
+  missing = sorted(needed.difference(*adopted[:1]))
+  if missing:
+    config_lib.fail_argument(
+      "--adopt", path, f"rows with a column {', '.join(missing)}"
+    )
 
 
 def _adopted(path: str) -> readme.Rows:

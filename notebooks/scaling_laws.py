@@ -34,7 +34,7 @@ def interval(estimate, digits=3):
 # The paper does not say how it counts compute: six FLOPs per activated parameter
 # and token (`6nd`), attention over the sequence as well, or the residual scheme
 # too. Left: the points with the laws that the paper prints. Right: with our fits
-# (least squares in $\ln L$) and 90 % bands, from resampled sizes.
+# (least squares in $\ln L$) and 90 % bands, from the distance of sizes to the law.
 #
 # The advantage is the compute that PreNorm needs for the loss that the other
 # scheme reaches at $C$, divided by $C$, here at the largest size. It hardly

@@ -5,10 +5,16 @@ import dataclasses
 import functools
 import math
 import re
+import typing
 
 import pytest
 
 from attnres_jax import config as c
+from attnres_jax import main
+from attnres_jax.config import load
+from attnres_jax.data import sources
+from attnres_jax.data import tokenizer
+from attnres_jax.optimizer import schedules
 from attnres_jax.scaling import grid
 
 
@@ -236,3 +242,88 @@ def test_configs_are_installed_with_the_library():
   )
   with pytest.raises(c.ConfigError, match=message):
     c.load_config("attnres_jax:ml")
+
+
+MICRO = "configs/lm.py:size=micro,residual=block_attnres"
+
+
+@pytest.mark.parametrize(
+  "name,meant",
+  [
+    ("optim.lr", "optim.peak_lr"),
+    ("optim.learning_rate", "optim.peak_lr"),
+    ("lr", "optim.peak_lr"),
+    ("learning_rate", "optim.peak_lr"),
+    ("model.nblocks", "model.residual.num_blocks"),
+    ("batch_size", "data.batch_size"),
+    ("train.sequence_length", "data.sequence_length"),
+  ],
+)
+def test_an_unknown_field_names_the_one_that_is_meant(name, meant):
+  with pytest.raises(c.ConfigError) as caught:
+    c.load_config(MICRO, {name: 1})
+  assert str(caught.value).endswith(f"(did you mean config.{meant}?)")
+
+
+def test_every_unknown_flag_has_a_hint_of_the_same_kind(capsys):
+  with pytest.raises(SystemExit):
+    main.make_parser().parse_args([f"--config={MICRO}", "--learning_rate=3"])
+  assert "(did you mean config.optim.peak_lr?)" in capsys.readouterr().err
+
+
+def _acting():
+  """Fields that act beside some values of others: name, condition, default."""
+  for name, default in c.flatten(c.to_dict(c.RunConfig())).items():
+    *parents, leaf = name.split(".")
+    part = functools.reduce(getattr, parents, c.RunConfig())
+    (field,) = (f for f in dataclasses.fields(part) if f.name == leaf)
+    for other, values in field.metadata.get("acts", {}).items():
+      yield name, ".".join([*parents, other]), values, default
+
+
+@pytest.mark.parametrize("name,other,values,default", list(_acting()))
+def test_a_field_that_cannot_act_is_refused(name, other, values, default):
+  kind = typing.get_args(load._kind(other, ""))
+  names = kind or ("adamw", "muon")
+  assert set(values) < set(names)
+  for value in names:
+    more = {"data.path": "x"} if other == "data.source" else {}
+    if value == "stdlib":
+      more = {}
+    given = {other: value, name: default} | more
+    if value in values:
+      c.load_config(MICRO, given)
+      continue
+    with pytest.raises(c.ConfigError, match=f"^config.{name}: .* acts"):
+      c.load_config(MICRO, given)
+    # What only the file says is accepted.
+    c.load_config(MICRO, {other: value} | more)
+
+
+def test_choices_are_those_of_the_registries():
+  registries = {
+    "data.source": sources.SOURCES,
+    "data.tokenizer": tokenizer.TOKENIZERS,
+    "optim.schedule": schedules.SCHEDULES,
+  }
+  for name, registry in registries.items():
+    assert set(typing.get_args(load._kind(name, ""))) == set(registry)
+    with pytest.raises(c.ConfigError, match=f"^config.{name}: got 'x"):
+      c.load_config(MICRO, {name: "xx"})
+
+
+def test_what_a_user_sets_wins_over_what_the_file_derives():
+  residual = c.load_config(MICRO).model.residual
+  assert residual.num_blocks and not residual.block_size
+  residual = c.load_config(
+    MICRO, {"model.residual.block_size": 2}
+  ).model.residual
+  assert residual.block_size == 2 and not residual.num_blocks
+  both = {"model.residual.block_size": 2, "model.residual.num_blocks": 2}
+  with pytest.raises(c.ConfigError, match="num_blocks: got 2"):
+    c.load_config(MICRO, both)
+
+
+def test_a_width_that_heads_do_not_divide_evenly_is_named():
+  with pytest.raises(c.ConfigError, match="^config.model.width: got 1"):
+    c.ModelConfig(width=100, num_heads=4, rope_theta=1e4)

@@ -124,7 +124,7 @@ def _check_ended(process):
   if process.returncode == 0:
     assert "finished at step" in out and "\ncost: " in out and not err
   else:
-    assert process.returncode == 2 and err.count("\n") == 1, out + err
+    assert process.returncode == 1 and err.count("\n") == 1, out + err
     assert "is in use by process" in err
     # Neither did it train, nor is it the one that it names.
     assert not out and f"process {process.pid} on" not in err

@@ -39,7 +39,7 @@ BAD_FLAGS = {
   "unknown field": (
     ["--config.optim.peak_lrr=1"],
     "config.optim.peak_lrr: got 'peak_lrr', expected one of",
-    "did you mean 'peak_lr'?",
+    "did you mean config.optim.peak_lr?",
   ),
   "field of a value": (["--config.seed.x=1"], "config.seed.x", "seed"),
   "float": (

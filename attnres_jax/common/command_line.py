@@ -16,7 +16,8 @@ import dataclasses
 import os
 import re
 import sys
-from typing import Any, NoReturn, TypeVar
+import typing
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import jax
 
@@ -25,6 +26,8 @@ from attnres_jax.common import exits
 from attnres_jax.common import plans
 from attnres_jax.common import text_table
 from attnres_jax.config import describe
+from attnres_jax.config import fields as fields_lib
+from attnres_jax.config import load
 
 T = TypeVar("T")
 # Types of arguments whose text is no path, so that ~ stays.
@@ -51,6 +54,8 @@ def _run(command: Callable[..., Any], *args: Any) -> int:
     NotImplementedError,
   ) as error:  # fmt: skip
     notes = getattr(error, "__notes__", [])
+    # JAX says there, below a line of dashes, that it hides its frames.
+    notes = [note for note in notes if not note.startswith("-----")]
     return _report("; ".join([str(error), *notes]), exits.of_error(error))
   except OSError as error:
     where = f"{error.filename}: " if error.filename else ""
@@ -58,6 +63,8 @@ def _run(command: Callable[..., Any], *args: Any) -> int:
   except (jax.errors.JaxRuntimeError, MemoryError) as error:
     reason = str(error).strip().partition("\n")[0]
     message = f"{type(error).__name__}: {reason}"
+    if exits.is_of_options(error):
+      message = f"config.train.compiler_options: {reason}"
     return _report(message, exits.of_error(error))
   except (RuntimeError, AssertionError) as error:
     if _has_devices():
@@ -103,6 +110,7 @@ class Parser(argparse.ArgumentParser):
       allow_abbrev=False,
     )
     self._needs: dict[str, str | tuple[str, tuple[Any, ...]]] = {}
+    self._kinds: dict[str, Any] = {}
     self._has_config = False
 
   def add_argument(
@@ -117,9 +125,17 @@ class Parser(argparse.ArgumentParser):
       *names: of argparse, as are `options`.
       when: name of the other argument, which has to be given, or name and
         values, one of which it has to have; else this argument is refused.
-      **options: of argparse.
+      **options: of argparse. Numbers have a `type` of `config.fields`, such as
+        `Positive`, and are checked like the fields of a config.
     """
+    kind = options.get("type")
+    checked = kind in (int, float) or typing.get_origin(kind) is Annotated
+    if checked:
+      plain = fields_lib.plain(kind)
+      options["type"] = fields_lib.integer if plain is int else plain
     action = super().add_argument(*names, **options)
+    if checked:
+      self._kinds[action.dest] = kind
     if when is not None:
       self._needs[action.dest] = when
     return action
@@ -153,10 +169,11 @@ class Parser(argparse.ArgumentParser):
   def add_fields(self, cls: type, **defaults: Any) -> None:
     """Adds a flag for each field of a dataclass, with its docstring's words."""
     words = describe.meanings(cls)
+    kinds = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
       default = defaults.get(field.name, field.default)
       self.add_argument(
-        f"--{field.name}", type=type(default), default=default,
+        f"--{field.name}", type=kinds[field.name], default=default,
         help=words[field.name],
       )  # fmt: skip
 
@@ -178,6 +195,7 @@ class Parser(argparse.ArgumentParser):
       if hasattr(options, action.dest) and action.type is not text:
         value = getattr(options, action.dest)
         setattr(options, action.dest, _expanded(value))
+    self._check_numbers(options)
     given = {
       action.dest
       for action in self._actions
@@ -195,7 +213,21 @@ class Parser(argparse.ArgumentParser):
     return options
 
   def error(self, message: str) -> NoReturn:
+    unknown = re.match(
+      r"unrecognized arguments: --?(?:config\.)?(\w+)", message
+    )
+    if unknown and self._has_config:
+      message += load.hint(unknown[1])
     stop(message)
+
+  def _check_numbers(self, options: argparse.Namespace) -> None:
+    for dest, kind in self._kinds.items():
+      value = getattr(options, dest)
+      if value is not None:
+        try:
+          setattr(options, dest, fields_lib.accept(f"--{dest}", value, kind))
+        except config_lib.ConfigError as error:
+          stop(str(error))
 
   def _check_needs(self, options: argparse.Namespace, given: set[str]) -> None:
     for dest in self._needs.keys() & given:
@@ -248,12 +280,16 @@ def add_cluster(parser: Parser) -> None:
     metavar="HOST:PORT",
     help="of process 0; automatic on a pod",
   )
-  for name, help_text in (
-    ("num_processes", "of the run; automatic on a pod"),
-    ("process_id", "index of this one, from 0; automatic on a pod"),
+  for name, kind, help_text in (
+    ("num_processes", fields_lib.Size, "of the run; automatic on a pod"),
+    (
+      "process_id",
+      fields_lib.Count,
+      "index of this one, from 0; automatic on a pod",
+    ),
   ):
     parser.add_argument(
-      f"--{name}", type=int, when="distributed", metavar="N", help=help_text
+      f"--{name}", type=kind, when="distributed", metavar="N", help=help_text
     )
 
 

@@ -15,7 +15,12 @@ from attnres_jax.common import files
 def write(
   path: os.PathLike[str] | str, rows: Iterable[Mapping[str, Any]]
 ) -> None:
-  """Writes the columns of all rows; cells without a value are empty.
+  """Writes the `text` of rows."""
+  files.write(path, text(rows))
+
+
+def text(rows: Iterable[Mapping[str, Any]]) -> str:
+  """The columns of all rows; cells without a value are empty.
 
   A column that earlier rows lack keeps its place, such as an override that only
   some runs have: results come after it. Without rows the file is empty, and so
@@ -29,18 +34,22 @@ def write(
       if name not in columns:
         columns.insert(at, name)
       at = columns.index(name) + 1
-  text = io.StringIO()
-  writer = csv.DictWriter(text, columns, lineterminator="\n")
+  written = io.StringIO()
+  writer = csv.DictWriter(written, columns, lineterminator="\n")
   if columns:
     writer.writeheader()
   writer.writerows(rows)
-  files.write(path, text.getvalue())
+  return written.getvalue()
 
 
 def read(path: os.PathLike[str] | str) -> list[dict[str, str]]:
   """The rows of a file, with every cell as text."""
-  with epath.Path(path).open("r") as file:
-    return list(csv.DictReader(file))
+  return parse(epath.Path(path).read_text())
+
+
+def parse(content: str) -> list[dict[str, str]]:
+  """The rows of a `text`."""
+  return list(csv.DictReader(io.StringIO(content, newline="")))
 
 
 def put(

@@ -40,14 +40,28 @@ class DivergedError(config_lib.RunError):
   """A loss or gradient was not finite."""
 
 
+class HeldError(config_lib.ConfigError):
+  """Another live process holds the folder of a run."""
+
+
 def of_error(error: BaseException) -> Exit:
   """The status for an exception that ended a run."""
   if isinstance(error, DivergedError):
     return Exit.DIVERGED
-  if isinstance(error, OSError):  # Some are ConfigErrors of a store, too.
+  # Some errors of a store are ConfigErrors, too.
+  if isinstance(error, (HeldError, OSError)):
     return Exit.AGAIN
   # The same program needs the same memory again.
   is_memory = isinstance(error, jax.errors.JaxRuntimeError) and (
     "RESOURCE_EXHAUSTED" in str(error)
   )
-  return Exit.NEVER if is_memory or isinstance(error, _NEVER) else Exit.AGAIN
+  never = is_memory or is_of_options(error) or isinstance(error, _NEVER)
+  return Exit.NEVER if never else Exit.AGAIN
+
+
+def is_of_options(error: BaseException) -> bool:
+  """Whether the compiler refuses an option, or its value."""
+  words = str(error).partition("\n")[0]
+  return isinstance(error, jax.errors.JaxRuntimeError) and (
+    "INVALID_ARGUMENT" in words and "option" in words.lower()
+  )

@@ -50,7 +50,10 @@ def _entries(cls: type, prefix: str) -> Iterator[tuple[str, str]]:
     if dataclasses.is_dataclass(kind):
       yield from _entries(kind, name + ".")
       continue
-    yield name, _entry(name, kind, field.default, meaning.get(field.name, ""))
+    text = meaning.get(field.name, "")
+    for other, values in field.metadata.get("acts", {}).items():
+      text += f" Acts only with {other}={' or '.join(map(repr, values))}."
+    yield name, _entry(name, kind, field.default, text)
 
 
 def _entry(name: str, kind: Any, default: Any, meaning: str) -> str:

@@ -48,6 +48,8 @@ Tokens = Annotated[int, _ABOVE_0._replace(most=1_000_000)]
 Threads = Annotated[int, _AT_LEAST_0._replace(most=1000)]
 # JAX and grain would reduce larger seeds modulo 2**32.
 Seed = Annotated[int, _AT_LEAST_0._replace(most=2**32 - 1)]
+# Those of a table or a program that is made at once.
+Few = Annotated[int, _ABOVE_0._replace(most=1000)]
 Positive = Annotated[float, _ABOVE_0]
 NotNegative = Annotated[float, _AT_LEAST_0]
 Share = Annotated[float, _SHARE]
@@ -59,6 +61,18 @@ Path = Annotated[
 ]
 
 
+def acts(default: Any, **conditions: tuple[Any, ...]) -> Any:
+  """A field that acts only beside certain values of other fields.
+
+  Set by hand beside others, it is refused.
+
+  Args:
+    default: of the field.
+    **conditions: name of another field of its dataclass -> these values.
+  """
+  return dataclasses.field(default=default, metadata={"acts": conditions})
+
+
 class Checked:
   """Base of dataclasses whose values are checked, such as a config's.
 
@@ -67,6 +81,9 @@ class Checked:
   """
 
   _prefix = "config."
+  # Groups of fields that stand in each other's place: setting one by hand
+  # undoes those of the other groups.
+  alternatives = typing.cast(tuple[tuple[str, ...], ...], ())
 
   def __init_subclass__(cls, prefix: str = "", root: str = "config."):
     cls._prefix = f"{root}{prefix}." if prefix else root
@@ -80,6 +97,19 @@ class Checked:
     """Refuses the value of the field `name` unless `holds`."""
     if not holds:
       errors.fail_argument(self._prefix + name, getattr(self, name), accepted)
+
+
+def check_acts(config: Checked, leaf: str) -> None:
+  """Refuses a field that was set, if it cannot act in this config."""
+  (field,) = (f for f in dataclasses.fields(config) if f.name == leaf)  # pyrefly: ignore[bad-argument-type]
+  for other, values in field.metadata.get("acts", {}).items():
+    listed = " or ".join(map(repr, values))
+    config.require(
+      getattr(config, other) in values,
+      leaf,
+      f"no value of its own, since it acts only with {other}={listed} (is"
+      f" {getattr(config, other)!r})",
+    )
 
 
 def accept(name: str, value: Any, kind: Any) -> Any:
@@ -112,6 +142,17 @@ def accept(name: str, value: Any, kind: Any) -> Any:
   if isinstance(value, str) and "\0" in value:
     errors.fail_argument(name, value, "text without a null character")
   return _number(name, value, kind) if kind in (int, float) else value
+
+
+def integer(text: str) -> int:
+  """A whole number, which may be written as 1e4; raises ValueError."""
+  try:
+    return int(text)
+  except ValueError:
+    number = float(text)
+    if not number.is_integer():  # Nor is infinity or NaN.
+      raise
+    return int(number)
 
 
 def plain(kind: Any) -> Any:

@@ -2,8 +2,10 @@
 """Turns a config file and overrides into a checked `RunConfig` and JSON."""
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
+import difflib
+import functools
 import importlib.machinery
 import inspect
 import json
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 from etils import epath
 import ml_collections
 
+from attnres_jax.config import describe
 from attnres_jax.config import fields as fields_lib
 from attnres_jax.config.errors import ConfigError
 from attnres_jax.config.errors import choose
@@ -34,6 +37,8 @@ _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # such as (a|b); and commas between words, not those of a{1,2}.
 _QUOTED = re.compile(r"""\s*[\[(]?\s*(['"]|[\])]\s*$)""")
 _COMMA = re.compile(r",(?![^({\[]*[)}\]])")
+# How alike names have to be, of 1.
+_ALIKE = 0.7
 # False, true, and so on.
 _TRUTHS = ("false", "true", "0", "1", "no", "yes")
 
@@ -140,9 +145,17 @@ def load_config(
   with running(path), config.unlocked(), config.ignore_type():
     for name, value in (overrides or {}).items():
       _set(config, name, value)
+    for name, value in (overrides or {}).items():
+      for other, default in _undone(name) if value else ():
+        if other not in (overrides or {}):
+          _set(config, other, default)
     values = config.to_dict()
   run = build_run_config(values)
   run.model.check_num_blocks()
+  for name in overrides or {}:
+    *parents, leaf = name.split(".")
+    part = functools.reduce(getattr, parents, run)
+    fields_lib.check_acts(part, leaf)
   return run
 
 
@@ -290,7 +303,7 @@ def _parse(text: str, kind: Any) -> Any:
     if isinstance(value, str):
       raise ValueError(text)
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-  return kind(text)
+  return fields_lib.integer(text) if kind is int else kind(text)
 
 
 def _read_json(path: str, arg: str) -> dict[str, Any]:
@@ -330,6 +343,48 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
   return cls(**given)
 
 
+def _undone(name: str) -> Iterator[tuple[str, Any]]:
+  """Fields in whose place one is that was set, and their defaults."""
+  parent, _, leaf = name.rpartition(".")
+  cls = _kind(parent, None) if parent else RunConfig
+  for group in cls.alternatives if leaf in sum(cls.alternatives, ()) else ():
+    for field in dataclasses.fields(cls) if leaf not in group else ():
+      if field.name in group:
+        yield f"{parent}.{field.name}", field.default
+
+
+def _meant(word: str) -> str:
+  """The field that an unknown name most likely means, or nothing."""
+  names = {name: name.split(".")[-1] for name in flatten(to_dict(RunConfig()))}
+  words = word.replace("_", " ")
+
+  def likeness(name: str) -> float:
+    leaf = names[name]
+    if leaf == word:
+      return 3
+    if word in leaf.split("_"):
+      return 2
+    if _meaning(name).startswith(words):
+      return 1.5
+    return difflib.SequenceMatcher(None, leaf, word).ratio()
+
+  best = max(names, key=likeness)
+  return best if likeness(best) > _ALIKE else ""
+
+
+def _meaning(name: str) -> str:
+  """What the docstring says of a field."""
+  parent, _, leaf = name.rpartition(".")
+  cls = _kind(parent, None) if parent else RunConfig
+  return describe.meanings(cls).get(leaf, "")
+
+
+def hint(word: str) -> str:
+  """A question after an unknown name of a field or flag; may be empty."""
+  meant = _meant(word.rpartition(".")[2])
+  return f" (did you mean config.{meant}?)" if meant else ""
+
+
 def _kind(name: str, value: Any) -> Any:
   """The type of the field of a dotted name."""
   kind, parts = RunConfig, name.split(".")
@@ -337,7 +392,11 @@ def _kind(name: str, value: Any) -> Any:
     if not dataclasses.is_dataclass(kind):
       fail(name, value, "the name of a field")
     kinds = typing.get_type_hints(kind, include_extras=True)
-    kind = choose(".".join(parts[:depth]), part, kinds)
+    kinds = {f.name: kinds[f.name] for f in dataclasses.fields(kind)}
+    if part not in kinds:
+      listed = ", ".join(sorted(kinds))
+      fail(".".join(parts[:depth]), part, f"one of {listed}{hint(part)}")
+    kind = kinds[part]
   return kind
 
 

@@ -129,6 +129,7 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
   name: str = "block_attnres"
   block_size: fields.Count = 0
   num_blocks: fields.Count = 0
+  alternatives = (("block_size",), ("num_blocks",))
   form: Literal["two_phase", "one_softmax"] = "two_phase"
   schedule_size: fields.Size = 6
   rank: fields.Count = 0
@@ -454,6 +455,14 @@ class ModelConfig(fields.Checked, prefix="model"):
     )
     accepted = f"a divisor of model.num_heads={self.num_heads}"
     self.require(self.num_heads % self.kv_heads == 0, "num_kv_heads", accepted)
+    if self.rope_theta and self.head_size % 2 and not self.head_width:
+      errors.fail(
+        "model.width",
+        self.width,
+        f"a multiple of {2 * self.num_heads}, for an even width of each of the"
+        f" model.num_heads={self.num_heads} with rotary positions (or"
+        " model.head_width, or model.rope_theta=0)",
+      )
     if self.rope_theta and self.head_size % 2:
       errors.fail(
         "model.head_width",

@@ -45,14 +45,17 @@ class DataConfig(fields.Checked, prefix="data"):
     num_threads: read-ahead threads.
   """
 
-  source: str = "stdlib"
+  alternatives = (("path",), ("paths", "weights"))
+  source: Literal[
+    "stdlib", "text", "jsonl", "parquet", "arrayrecord", "tokens"
+  ] = "stdlib"
   path: fields.Path = ""
   paths: tuple[fields.Path, ...] = ()
   weights: tuple[fields.Positive, ...] = ()
   validation_path: fields.Path = ""
   validation_fraction: fields.Share = 0.05
-  text_field: str = "text"
-  tokenizer: str = "bytes"
+  text_field: str = fields.acts("text", source=("jsonl", "parquet"))
+  tokenizer: Literal["bytes", "hf", "ids"] = "bytes"
   tokenizer_path: fields.Path = ""
   separator: str = ""
   sequence_length: fields.Size = 256
@@ -154,18 +157,20 @@ class OptimConfig(fields.Checked, prefix="optim"):
   """
 
   name: str = "adamw"
-  schedule: str = "cosine"
+  schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
   peak_lr: fields.Positive = 1e-3
   warmup_steps: fields.Count = 50
-  decay_fraction: fields.Fraction = 0.2
+  decay_fraction: fields.Fraction = fields.acts(0.2, schedule=("wsd",))
   decay_shape: str = "cosine"
-  final_lr_fraction: fields.Fraction = 0.1
+  final_lr_fraction: fields.Fraction = fields.acts(
+    0.1, schedule=("linear", "cosine", "wsd")
+  )
   b1: fields.Decay = 0.9
   b2: fields.Decay = 0.95
   eps: fields.Positive = 1e-8
-  muon_momentum: fields.Decay = 0.95
-  muon_iterations: fields.Iterations = 5
-  muon_update_rms: fields.Positive = 0.2
+  muon_momentum: fields.Decay = fields.acts(0.95, name=("muon",))
+  muon_iterations: fields.Iterations = fields.acts(5, name=("muon",))
+  muon_update_rms: fields.Positive = fields.acts(0.2, name=("muon",))
   weight_decay: fields.NotNegative = 0.1
   clip_norm: fields.NotNegative = 1.0
   qk_clip: fields.NotNegative = 0.0

@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import sys
+import typing
 from typing import Any
 
 from etils import epath
@@ -65,8 +66,7 @@ def prepare(
   Raises:
     ConfigError: a bad source or tokenizer, or an output folder in use.
   """
-  if shard_tokens < 1:
-    config_lib.fail_argument("--shard_tokens", shard_tokens, "a number above 0")
+  fields.accept("--shard_tokens", shard_tokens, fields.Size)
   tokenizer = tokenizer_lib.make_tokenizer(config)
   settings = _settings(config, tokenizer, shard_tokens)
   folder = files_lib.check_folder("--output", output)
@@ -107,6 +107,7 @@ def _prepare(args: dict[str, Any]) -> None:
 def _parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.data.prepare", __doc__)
   add, defaults = parser.add_argument, config_lib.DataConfig()
+  kinds = typing.get_type_hints(config_lib.DataConfig, include_extras=True)
   for name, words in {
     "source": ", ".join(sources.TEXT_SOURCES),
     "path": "file, folder, glob, or several with commas between",
@@ -118,10 +119,10 @@ def _parser() -> command_line.Parser:
     "separator": "special token between documents; if empty, the usual one",
   }.items():
     default = getattr(defaults, name)
-    add(f"--{name}", type=type(default), default=default, help=words)
+    add(f"--{name}", type=kinds[name], default=default, help=words)
   add("--output", required=True, help="folder to write to")
   add(
-    "--shard_tokens", type=int, default=SHARD_TOKENS,
+    "--shard_tokens", type=fields.Size, default=SHARD_TOKENS,
     help="tokens per file, rounded up to a document",
   )  # fmt: skip
   add(

@@ -27,12 +27,12 @@ from attnres_jax.data import tokenizer as tokenizer_lib
 TEXT_SOURCES = ("arrayrecord", "jsonl", "parquet", "stdlib", "text")
 """The sources that `prepare` can read."""
 
-# Texts are encoded in batches of this size, because libraries take 100 times
-# the memory, and long ones in pieces, so that libraries can use threads.
+# Documents are encoded in batches of this size, because libraries take 100
+# times the memory. A longer document is not cut: its ids would be others, since
+# tokenizers look at what is before a word.
 _ENCODE_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 18
-# A piece, and if it is the last one of a document, what the document is.
-_Piece = tuple[bytes, tuple[int, str, bytes] | None]
+# Number, split and text of a document.
+_Numbered = tuple[int, str, bytes]
 
 
 class Opened(NamedTuple):
@@ -57,7 +57,11 @@ def open_splits(config: config_lib.DataConfig) -> dict[str, Opened]:
     for name in ("path", "validation_path"):
       value = getattr(config, name)
       if value:
-        accepted = "nothing, with data.source='stdlib'"
+        others = ", ".join(name for name in SOURCES if name != "stdlib")
+        accepted = (
+          "nothing, with data.source='stdlib', or a source that reads it:"
+          f" {others}"
+        )
         config_lib.fail(f"data.{name}", value, accepted)
     return _by_hash(config, stdlib.StdlibDocuments())
   is_text = config.source == "text"
@@ -156,14 +160,11 @@ def encode(
   is_small = tokenizer.vocab_size <= 1 << 16
   dtype = token_files.DTYPES["uint16" if is_small else "uint32"]
   separator = np.asarray([tokenizer.separator_id], dtype)
-  ids = [separator]
-  for batch in _batches(_pieces(opened, splits, start, bar)):
-    encoded = tokenizer.encode_batch([piece for piece, _ in batch])
-    for (_, document), piece_ids in zip(batch, encoded, strict=True):
-      ids.append(piece_ids.astype(dtype))
-      if document is not None:
-        yield EncodedDocument(*document, np.concatenate(ids))
-        ids = [separator]
+  for batch in _batches(_numbered(opened, splits, start, bar)):
+    encoded = tokenizer.encode_batch([text for *_, text in batch])
+    for document, ids in zip(batch, encoded, strict=True):
+      with_separator = np.concatenate([separator, ids.astype(dtype)])
+      yield EncodedDocument(*document, with_separator)
 
 
 SOURCES: dict[str, Callable[..., Any]] = {
@@ -193,32 +194,22 @@ def _split_of(
   return split if split in splits else None
 
 
-def _pieces(
+def _numbered(
   opened: Opened, splits: Sequence[str], start: int, bar: tqdm.tqdm
-) -> Iterator[_Piece]:
-  """Yields each document in pieces that end with a line where there are any."""
+) -> Iterator[_Numbered]:
+  """Yields the documents of splits that have a text."""
   for number, document in enumerate(opened.documents.iterate(start), start):
     bar.update()
-    split, text = _split_of(document, opened, splits), document.text
-    if not text or split is None:
-      continue
-    first = 0
-    while len(text) - first > _PIECE_BYTES:
-      last = text.rfind(b"\n", first, first + _PIECE_BYTES) + 1
-      if last <= first:
-        last = first + _PIECE_BYTES
-        while text[last] & 0xC0 == 0x80:  # Inside a character.
-          last -= 1
-      yield text[first:last], None
-      first = last
-    yield text[first:], (number, split, text)
+    split = _split_of(document, opened, splits)
+    if document.text and split is not None:
+      yield number, split, document.text
 
 
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+def _batches(texts: Iterator[_Numbered]) -> Iterator[list[_Numbered]]:
   batch, size = [], 0
-  for one in pieces:
+  for one in texts:
     batch.append(one)
-    size += len(one[0])
+    size += len(one[-1])
     if size >= _ENCODE_BYTES:
       yield batch
       batch, size = [], 0

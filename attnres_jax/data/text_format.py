@@ -110,9 +110,10 @@ class TextFormat:
 class Decoder:
   """Releases text of the ids that follow others once it is certain.
 
-  All released pieces together are the text of all ids minus the text of those
-  before. So a first piece keeps the space that its token begins with, and bytes
-  of a character wait for each other.
+  All released pieces together are the text of all ids minus what the text of
+  those before has in common with it. So a first piece keeps the space that its
+  token begins with, bytes of a character wait for each other, and a character
+  that begins in the ids before belongs to the first piece.
   """
 
   def __init__(
@@ -127,7 +128,9 @@ class Decoder:
       start -= 1
     window = before[max(start - 1, 0) :]
     self._ids = [id for id in window if not tokenizer.skips(id)]
-    self._shown = len(tokenizer.decode(self._ids))
+    self._shown = 0
+    # Until something is released: what is in common depends on what follows.
+    self._before: str | None = tokenizer.decode(self._ids)
 
   def add(self, id: int) -> str:
     """What another id makes certain; may be empty."""
@@ -140,9 +143,9 @@ class Decoder:
     if not self._tokenizer.run_ids:
       for _ in range(_MAX_UNKNOWN):
         certain = certain.removesuffix(_UNKNOWN)
-    more = certain[self._shown :]
+    more = self._released(certain)
     if certain == now and self._is_anchor(id):
-      self._ids = [id]
+      self._ids, self._before = [id], None
       certain = self._tokenizer.decode(self._ids)
       self._shown = 0
     self._shown = max(self._shown, len(certain))
@@ -151,7 +154,16 @@ class Decoder:
   def end(self) -> str:
     """The rest of the text, once there are no more ids."""
     now = self._tokenizer.decode(self._ids)
-    more, self._shown = now[self._shown :], len(now)
+    more, self._shown = self._released(now), len(now)
+    return more
+
+  def _released(self, text: str) -> str:
+    """The part of the window's text that is not yet released."""
+    if self._before is not None:
+      self._shown = len(os.path.commonprefix([self._before, text]))
+    more = text[self._shown :]
+    if more:
+      self._before = None
     return more
 
   def _is_anchor(self, id: int) -> bool:

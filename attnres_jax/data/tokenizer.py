@@ -9,7 +9,8 @@ recognises documents by it. Decoding shows it as a line break.
 """
 
 import abc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+import contextlib
 import hashlib
 import os
 import re
@@ -127,8 +128,8 @@ class HuggingFaceTokenizer(Tokenizer):
   """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
   The separator is the first of the usual names that is in the vocabulary, else
-  a new id after the last. Special tokens that appear in a text are treated as
-  text.
+  a new id after the last. It is special, whatever the file says. Special tokens
+  that appear in a text are treated as text.
   """
 
   name = "hf"
@@ -137,10 +138,11 @@ class HuggingFaceTokenizer(Tokenizer):
     self._config = config
     tokenizers = paths.library("tokenizers", "data.tokenizer", "hf", "hf")
     path, self.sha256 = vocabulary_file(config)
-    try:
+    with self._expecting("a tokenizer.json of Hugging Face tokenizers"):
       self._tokenizer = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # The library raises bare Exception.
-      self._fail("a tokenizer.json of Hugging Face tokenizers", error)
+    dropout = getattr(self._tokenizer.model, "dropout", None)
+    if dropout:
+      self._fail("a tokenizer whose ids are not random", f"dropout {dropout}")
     # Limits of a training recipe must not truncate texts.
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
@@ -157,8 +159,16 @@ class HuggingFaceTokenizer(Tokenizer):
         f"a special token of {config.tokenizer_path}, or nothing",
       )
     names = [config.separator] if config.separator else _SEPARATOR_NAMES
-    known = (ids[name] for name in names if name in ids)
-    self.separator_id = next(known, num_ids)
+    known = [name for name in names if name in ids]
+    usable = (ids[name] for name in known if self._is_no_text(name, ids[name]))
+    self.separator_id = next(usable, num_ids)
+    if known and self.separator_id == num_ids:
+      config_lib.fail(
+        "data.separator",
+        config.separator or known[0],
+        "a token that no text becomes (this tokenizer reads the same text as"
+        " the token)",
+      )
     self.vocab_size = max(num_ids, self.separator_id + 1)
     decoder = self._tokenizer.decoder
     if decoder is not None and b'"ByteFallback"' in decoder.__getstate__():
@@ -172,14 +182,20 @@ class HuggingFaceTokenizer(Tokenizer):
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     return self._encode(self._tokenizer, texts)
 
+  def _is_no_text(self, name: str, id: int) -> bool:
+    """Makes a token special; whether it is no piece of the model either."""
+    self._tokenizer.add_special_tokens([name])
+    texts = [name, f"a{name}a", f"a {name} a", f"{name}\n{name}"]
+    encoded = self._encode(self._tokenizer, [text.encode() for text in texts])
+    return not any(id in ids for ids in encoded)
+
   def _encode(self, tokenizer: Any, texts: Sequence[bytes]) -> list[np.ndarray]:
-    try:
+    # Fails, for example, for a vocabulary without its [UNK].
+    with self._expecting("a tokenizer that can encode the text"):
       encodings = tokenizer.encode_batch(
         [text.decode(errors="replace") for text in texts],
         add_special_tokens=False,
       )
-    except Exception as error:  # Such as a vocabulary without its [UNK].
-      self._fail("a tokenizer that can encode the text", error)
     return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
   def show_id(self, id: int) -> str:
@@ -199,6 +215,19 @@ class HuggingFaceTokenizer(Tokenizer):
       run = []
     shown.append(self._tokenizer.decode(run, skip_special_tokens=False))
     return "".join(shown)
+
+  @contextlib.contextmanager
+  def _expecting(self, accepted: str) -> Iterator[None]:
+    """Names the file in errors of the library."""
+    try:
+      yield
+    except Exception as error:  # The library raises bare Exception.
+      self._fail(accepted, error)
+    except BaseException as error:
+      # Rust's panics are no Exception, and their class cannot be imported.
+      if type(error).__name__ != "PanicException":
+        raise
+      self._fail(accepted, error)
 
   def _fail(self, accepted: str, error: object) -> NoReturn:
     reason = " ".join(str(error).split())

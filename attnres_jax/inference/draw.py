@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attnres_jax.common import draws
 from attnres_jax.config import fields
 
 # Lower temperatures are 0: logits divided by them would not fit into float32.
@@ -138,11 +139,12 @@ def _random(logits_BV, rows, position_B):
   )
 
   def one(logits_V, seed, stream, position):
-    key = jax.random.fold_in(jax.random.key(seed), stream)
+    key = jax.random.fold_in(draws.key(seed), stream)
     key = jax.random.fold_in(key, position)
     return jax.random.categorical(key, logits_V)
 
-  return jax.vmap(one)(logits_BV, rows.seed, rows.stream, position_B)
+  with draws.reproducible():
+    return jax.vmap(one)(logits_BV, rows.seed, rows.stream, position_B)
 
 
 def _cut(logits_BV, rows):

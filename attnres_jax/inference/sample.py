@@ -116,7 +116,12 @@ def _parser() -> command_line.Parser:
   trained.add_flags(parser)
   free = command_line.text
   add("--prompt", type=free, default="", help="text to continue")
-  add("--num_tokens", type=int, default=256, help="how many tokens to add")
+  add(
+    "--num_tokens",
+    type=fields.Tokens,
+    default=256,
+    help="how many tokens to add",
+  )
   parser.add_fields(draw.Settings, temperature=0.8)
   add(
     "--stop", type=free, action="append", default=[],

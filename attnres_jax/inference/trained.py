@@ -9,6 +9,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import command_line
 from attnres_jax.common import files
+from attnres_jax.config import fields
 from attnres_jax.train import checkpoint
 
 
@@ -16,7 +17,7 @@ def add_flags(parser: command_line.Parser) -> None:
   """Adds the flags of `find`."""
   parser.add_argument("--workdir", required=True, help="folder of a run")
   parser.add_argument(
-    "--step", type=int, help="checkpoint to use; the newest by default"
+    "--step", type=fields.Count, help="checkpoint to use; the newest by default"
   )
 
 

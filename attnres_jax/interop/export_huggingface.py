@@ -18,6 +18,7 @@ from typing import Any
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import trees
+from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import trained
 from attnres_jax.interop import config_table
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )  # fmt: skip
   add("--family", choices=tuple(families.FAMILIES), help="found by default")
   add(
-    "--shard_bytes", type=int, default=huggingface.SHARD_BYTES,
+    "--shard_bytes", type=fields.Size, default=huggingface.SHARD_BYTES,
     help="largest file in bytes, unless a tensor is larger",
   )  # fmt: skip
   return command_line.run(_export, parser.parse_args(argv))

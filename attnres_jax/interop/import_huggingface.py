@@ -81,7 +81,9 @@ def _import(options: argparse.Namespace) -> None:
   }
   name, path = _tokenizer(options.tokenizer, folder, kept)
   length = _longest(source.values)
-  described = dict(tokenizer=name, tokenizer_path=path, sequence_length=length)
+  described: dict[str, Any] = dict(
+    tokenizer=name, tokenizer_path=path, sequence_length=length
+  )
   described["separator"] = _separator(
     config_lib.DataConfig(**described), folder, model_config
   )

@@ -28,6 +28,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import command_line
+from attnres_jax.common import draws
 from attnres_jax.common import trees
 from attnres_jax.config import errors
 from attnres_jax.config import fields
@@ -49,15 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
   trained.add_flags(parser)
   add("--out", required=True, help="new folder")
   add("--residual", required=True, help="the scheme, such as block_attnres")
-  add("--num_blocks", type=int, default=0, help="of schemes with blocks")
   add(
-    "--block_size", type=int, default=0,
+    "--num_blocks", type=fields.Count, default=0, help="of schemes with blocks"
+  )
+  add(
+    "--block_size", type=fields.Count, default=0,
     help="sublayers per block, in place of --num_blocks",
   )  # fmt: skip
   add(
-    "--heads", type=int, default=0, help="softmaxes per read; 0: the scheme's"
+    "--heads",
+    type=fields.Count,
+    default=0,
+    help="softmaxes per read; 0: the scheme's",
   )
-  add("--rank", type=int, default=0, help="of low-rank maps; 0: the scheme's")
+  add(
+    "--rank",
+    type=fields.Count,
+    default=0,
+    help="of low-rank maps; 0: the scheme's",
+  )
   return command_line.run(_upcycle_run, parser.parse_args(argv))
 
 
@@ -93,7 +104,7 @@ def upcycle(
   config = dataclasses.replace(old, residual=residual)
   config.check_num_blocks()
   check_begins_as_prenorm(config)
-  new = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
+  new = residuals.build_residual(config, rngs=nnx.Rngs(params=draws.key(0)))
   flat = {
     name: leaf
     for name, leaf in trees.to_flat(model).items()
@@ -148,7 +159,9 @@ def check_begins_as_prenorm(config: config_lib.ModelConfig) -> None:
 def _reads(config: config_lib.ModelConfig) -> list[Any]:
   """All reads of random values, of any size; several where q, k, v differ."""
   config = dataclasses.replace(config, dtype="float32")
-  residual = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
+  residual = residuals.build_residual(
+    config, rngs=nnx.Rngs(params=draws.key(0))
+  )
   rng = np.random.default_rng(0)
   shape = config.num_sublayers + 1, 1, 3, config.width
   sizes = 10.0 ** rng.uniform(-2, 1, (shape[0], 1, 1, 1))

@@ -16,9 +16,6 @@ class Identity(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     return x
 
-  def in_one_pass(self, x: jax.Array) -> jax.Array:
-    return x
-
 
 class RMSNorm(nnx.Module):
   """x / rms(x) * gain over the last axis; the gain starts at one."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import draws
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
 from attnres_jax.models import decoding
@@ -212,7 +213,8 @@ def build_model(config: config_lib.ModelConfig, seed: int = 0) -> Transformer:
   Raises:
     ConfigError: the config has an unknown scheme or no vocabulary size.
   """
-  return Transformer(config, rngs=nnx.Rngs(params=seed))
+  with draws.reproducible():
+    return Transformer(config, rngs=nnx.Rngs(params=draws.key(seed)))
 
 
 def scheme_while_decoding(

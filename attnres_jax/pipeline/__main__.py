@@ -18,6 +18,7 @@ import sys
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import text_table
+from attnres_jax.config import fields
 from attnres_jax.models import residuals
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
@@ -28,6 +29,9 @@ _CLOSED_FORMS = {
   "cached": layout_lib.cached_total,
   "minimum": layout_lib.minimum_total,
 }
+
+# Chunks times microbatches, of which a table is made: a few seconds.
+_MOST_UNITS = 100_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +51,9 @@ def counts(argv: Sequence[str] | None = None) -> str:
   layout_lib.check_count("stage", options.stage)
   layout_lib.check_count("virtual_stages", options.virtual_stages)
   chunks = options.stage * options.virtual_stages
+  if chunks * options.microbatches > _MOST_UNITS:
+    accepted = f"at most {_MOST_UNITS // chunks} with {chunks} chunks"
+    config_lib.fail_argument("--microbatches", options.microbatches, accepted)
   layout = layout_lib.Layout(
     options.stage,
     options.virtual_stages,
@@ -131,7 +138,7 @@ def _parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.pipeline", __doc__)
   parser.add_config()
   parser.set_defaults(stream=False)  # A config says otherwise.
-  count = dict(type=int, metavar="N")
+  count = dict(type=fields.Few, metavar="N")
   parser.add_argument("--stage", default=4, help="ranks, P", **count)
   parser.add_argument(
     "--virtual_stages", default=2, help="chunks per rank, V", **count
@@ -140,7 +147,8 @@ def _parser() -> command_line.Parser:
   parser.add_argument("--sublayers", default=16, help="L", **count)
   parser.add_argument(
     "--block_size", default=4,
-    help="sublayers per block, S; 0 for schemes without blocks", **count,
+    help="sublayers per block, S; 0 for schemes without blocks",
+    type=fields.Count, metavar="N",
   )  # fmt: skip
   parser.add_argument(
     "--rule", default="minimum", choices=layout_lib.RULES,

@@ -29,6 +29,7 @@ from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.common import plans
 from attnres_jax.common import topology
+from attnres_jax.config import fields
 from attnres_jax.plan import report
 
 # Keys of every report.
@@ -50,7 +51,7 @@ def make_parser() -> command_line.Parser:
   )
   add(
     "--num_slices",
-    type=int,
+    type=fields.Size,
     default=1,
     help="slices, connected by the data center network",
   )

@@ -54,6 +54,7 @@ from attnres_jax.common import environment
 from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import text_table
 from attnres_jax.common import topology
+from attnres_jax.config import fields
 from attnres_jax.models import residuals
 from attnres_jax.plan import candidates as candidates_lib
 from attnres_jax.plan import report as report_lib
@@ -156,11 +157,11 @@ def make_parser() -> command_line.Parser:
   add("--topology", help="TPU slice, such as v6e-16, v5e:4x4 or v5p:4x4x4")
   add(
     "--num_slices",
-    type=int,
+    type=fields.Size,
     default=1,
     help="slices for one run, connected by the data-centre network",
   )
-  add("--tries", type=int, default=3, help="plans that fit to compile")
+  add("--tries", type=fields.Size, default=3, help="plans that fit to compile")
   add(
     "--save",
     action="store_true",
@@ -190,8 +191,6 @@ def _plan(options: argparse.Namespace) -> int:
     raise config_lib.ConfigError(
       "--topology: missing, expected a slice such as v6e-16"
     )
-  if options.tries < 1:
-    config_lib.fail_argument("--tries", options.tries, "a number above 0")
   for name in ("save", "again"):
     if getattr(options, name) and options.num_slices > 1:
       config_lib.fail_argument(f"--{name}", True, "a plan for one slice")

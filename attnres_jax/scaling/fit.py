@@ -2,19 +2,29 @@
 """Power laws of loss in compute, with intervals (section 5.1, Fig. 4).
 
 The law is L = A C^-alpha, as in the paper, fitted to ln L by least squares.
-Intervals come from a bootstrap over sizes and, within a size, over seeds. All
-schemes share each draw: they were trained on the same sizes and seeds, so
-common variation cancels in comparisons.
+Intervals come from how far the means of sizes are from the law: they contain
+the noise of seeds and what the law does not fit. Laws are drawn around the
+fitted ones, from a t-distribution with two degrees of freedom fewer than there
+are sizes. Two sizes therefore have no interval. The errors of schemes are drawn
+with the correlation of their residuals: they were trained on the same sizes and
+seeds, so common variation cancels in comparisons.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from attnres_jax import config as config_lib
 
+# Nats per token: several times what any scheme gains or loses if it trains.
+FAILED = 0.3
+# A failed run is also this many times as far from the law as the median run,
+# which needs some runs.
+_FAR, _ENOUGH = 10, 5
 # Computes that a law needs.
 _DISTINCT = 2
 
@@ -36,7 +46,9 @@ class PowerLaw:
 
   def __call__(self, compute: Any) -> Any:
     """The loss at a compute, or at an array of them."""
-    return self.coefficient * compute**-self.exponent
+    with np.errstate(over="ignore"):
+      loss = self.coefficient * np.asarray(compute, float) ** -self.exponent
+    return float(loss) if loss.ndim == 0 else loss
 
   def invert(self, loss: Any) -> Any:
     """The compute at which the law reaches a loss."""
@@ -51,11 +63,12 @@ class PowerLaw:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-  """A law and the laws of its bootstrap draws.
+  """A law and draws of it.
 
   Attributes:
     law: fitted to all runs.
-    samples: one per draw; schemes that are fitted together share the draws.
+    samples: as likely as each other, given the runs; schemes that are fitted
+      together share the draws. Without an interval, there are none.
   """
 
   law: PowerLaw
@@ -132,44 +145,138 @@ def fit_schemes(
   *,
   num_samples: int = 1000,
 ) -> dict[str, Fit]:
-  """Fits every scheme, with bootstrap draws that all schemes share.
+  """Fits every scheme, with draws that all schemes share.
 
-  A draw resamples the sizes with replacement and, within each size, its seeds.
-  Draws with too few distinct sizes for the law are repeated. A run that failed
-  under one scheme is missing in the draws of that scheme. There are no draws
-  if a scheme has only two runs.
+  A run that is missing under one scheme leaves the other schemes' draws as they
+  are. If a scheme has only two sizes, no scheme has draws.
 
   Args:
     runs: of each scheme.
     rng: source of the draws.
     num_samples: draws.
+
+  Raises:
+    ConfigError: a run has diverged; `without_failed` leaves it out.
   """
+  for own in runs.values():
+    refuse_failed(own)
   laws = {
     name: fit_power_law(own.compute, own.loss) for name, own in runs.items()
   }
-  samples = {name: [] for name in runs}
-  seeds = _seeds_of_sizes(runs.values())
-  if any(len(own.loss) <= _DISTINCT for own in runs.values()):
-    num_samples = 0  # Every draw of the scheme would be the same runs.
-  rows = {
-    name: {label: i for i, label in enumerate(zip(own.size, own.seed))}
-    for name, own in runs.items()
-  }
-  while any(len(drawn) < num_samples for drawn in samples.values()):
-    labels = _draw(seeds, rng)
-    chosen = {
-      name: [own[label] for label in labels if label in own]
-      for name, own in rows.items()
-    }
-    if any(
-      len(set(runs[name].compute[index].tolist())) < _DISTINCT
-      for name, index in chosen.items()
-    ):
-      continue
-    for name, index in chosen.items():
-      compute, loss = runs[name].compute[index], runs[name].loss[index]
-      samples[name].append(_least_squares(compute, loss))
-  return {name: Fit(laws[name], tuple(samples[name])) for name in runs}
+  means = {name: _Means.of(own) for name, own in runs.items()}
+  if any(own.freedom < 1 for own in means.values()):
+    num_samples = 0
+  sizes = list(
+    dict.fromkeys(size for own in means.values() for size in own.row)
+  )
+  errors = rng.standard_normal((num_samples, len(sizes), len(sizes)))
+  chance = rng.random(num_samples)
+  samples = {}
+  for name, own in means.items():
+    # Products of schemes' residuals at a size are the covariance of their
+    # errors; a size without runs has no residual.
+    residual_S = np.zeros(len(sizes))
+    at = [sizes.index(size) for size in own.row]
+    residual_S[at] = own.residual(laws[name])
+    scale = np.sqrt(stats.chi2.ppf(chance, max(own.freedom, 1)))
+    error_NS = (errors @ residual_S)[:, at] / scale[:, None]
+    samples[name] = own.moved(laws[name], error_NS)
+  return {name: Fit(laws[name], samples[name]) for name in runs}
+
+
+class _Means(NamedTuple):
+  """Sizes of a scheme: means of ln C and ln L, and roots of numbers of runs.
+
+  Least squares of the means, weighted by runs, is least squares of the runs,
+  which have one compute per size.
+  """
+
+  row: tuple
+  x: np.ndarray
+  y: np.ndarray
+  weight: np.ndarray
+
+  @classmethod
+  def of(cls, runs: "Runs") -> "_Means":
+    row = tuple(dict.fromkeys(runs.size))
+    each = [np.array([one == size for one in runs.size]) for size in row]
+    x, y = (
+      np.array([np.log(values[own]).mean() for own in each])
+      for values in (runs.compute, runs.loss)
+    )
+    return cls(row, x, y, np.sqrt([own.sum() for own in each]))
+
+  @property
+  def freedom(self) -> int:
+    return len(np.unique(self.x)) - _DISTINCT
+
+  def residual(self, law: PowerLaw) -> np.ndarray:
+    """How far ln L is from the law, in units of a run's error."""
+    return self.weight * (self.y - np.log(law(np.exp(self.x))))
+
+  def moved(self, law: PowerLaw, error_NS: np.ndarray) -> tuple[PowerLaw, ...]:
+    """The laws whose runs would have had these further errors."""
+    design = np.stack([self.weight, self.weight * self.x])
+    height_N, slope_N = np.linalg.pinv(design.T) @ error_NS.T
+    # With three sizes, some draws are far beyond any loss.
+    height_N = np.clip(np.log(law.coefficient) + height_N, -700, 700)
+    return tuple(
+      map(
+        PowerLaw, np.exp(height_N).tolist(), (law.exponent - slope_N).tolist()
+      )
+    )
+
+
+def loss_of(row: Mapping[str, Any], column: str = "validation_loss") -> float:
+  """The loss of a row, as every table and fit reads it.
+
+  Raises:
+    ConfigError: it is no finite number above 0.
+  """
+  text, loss = row[column], np.nan
+  with contextlib.suppress(ValueError):
+    loss = float(text)
+  if not 0 < loss < np.inf:
+    config_lib.fail_argument(column, text, "a finite number above 0")
+  return loss
+
+
+def failed(runs: Runs) -> list[int]:
+  """Which runs have diverged: those far above the law of the other runs.
+
+  The law is the median of the lines through two runs, which a few runs do not
+  move. Its distance to runs counts as well: losses are no exact power law.
+  """
+  x, y = np.log(runs.compute), np.log(runs.loss)
+  if len(x) < _ENOUGH:
+    return []
+  i, j = np.nonzero(np.subtract.outer(x, x) > 0)
+  slope = float(np.median((y[i] - y[j]) / (x[i] - x[j]))) if len(i) else 0.0
+  height = float(np.median(y - slope * x))
+  above = runs.loss - np.exp(height + slope * x)
+  limit = max(FAILED, _FAR * float(np.median(np.abs(above))))
+  return np.flatnonzero(above > limit).tolist()
+
+
+def without_failed(runs: Runs) -> tuple[Runs, list[int]]:
+  """The runs that have not diverged, and which of them have."""
+  bad = failed(runs)
+  rest = [i for i in range(len(runs.loss)) if i not in bad]
+  pick = lambda labels: tuple(labels[i] for i in rest)
+  left = Runs(
+    runs.compute[rest], runs.loss[rest], pick(runs.size), pick(runs.seed)
+  )
+  return left, bad
+
+
+def refuse_failed(runs: Runs) -> None:
+  """Raises ConfigError for the first run that has diverged."""
+  for i in failed(runs):
+    config_lib.fail_argument(
+      "loss",
+      f"{runs.loss[i]:.4g} of size {runs.size[i]!r}, seed {runs.seed[i]!r}",
+      "runs near their power law; without_failed leaves out what diverged",
+    )
 
 
 def compute_advantage(
@@ -202,11 +309,16 @@ def compute_advantage(
       f"the baseline's {len(baseline.samples)}, from one call of fit_schemes",
     )
   value = baseline.law.invert(other.law(compute)) / compute
-  values = [
-    a.invert(b(compute)) / compute
-    for a, b in zip(baseline.samples, other.samples)
-  ]
+  pairs = zip(baseline.samples, other.samples)
+  values = [_ratio(a, b, compute) for a, b in pairs]
   return _estimate(value, values, level)
+
+
+def _ratio(baseline: PowerLaw, other: PowerLaw, compute: float) -> float:
+  """A baseline that does not improve never catches up, or is always ahead."""
+  if baseline.exponent > 0:
+    return baseline.invert(other(compute)) / compute
+  return np.inf if other(compute) < baseline(compute) else 0.0
 
 
 def _checked(compute, loss) -> tuple[np.ndarray, np.ndarray]:
@@ -231,25 +343,6 @@ def _least_squares(compute: np.ndarray, loss: np.ndarray) -> PowerLaw:
   centred = x - x.mean()
   slope = float(centred @ y / (centred @ centred))
   return PowerLaw(float(np.exp(y.mean() - slope * x.mean())), -slope)
-
-
-def _seeds_of_sizes(runs) -> dict:
-  seeds = {}
-  for own in runs:
-    for size, seed in zip(own.size, own.seed):
-      seeds.setdefault(size, [])
-      if seed not in seeds[size]:
-        seeds[size].append(seed)
-  return seeds
-
-
-def _draw(seeds: Mapping, rng: np.random.Generator) -> list[tuple]:
-  sizes, labels = list(seeds), []
-  for pick in rng.integers(len(sizes), size=len(sizes)):
-    own = seeds[sizes[pick]]
-    chosen = rng.integers(len(own), size=len(own))
-    labels += [(sizes[pick], own[i]) for i in chosen]
-  return labels
 
 
 def _estimate(value: float, values: Sequence[float], level: float) -> Estimate:

@@ -8,9 +8,14 @@ one from each, and their noise has the same sources. `pooled` estimates it, and
 `difference` turns it into a t interval for the mean of any two arms, whether
 one of them is the baseline or not.
 
-Two kinds of variants do not share it: a variant that has nearly failed, and one
-whose pairs scatter far more than all others. Its interval rests on its own
-pairs. A failed variant has no interval.
+Noise of a variant may be larger than the protocol's, which few pairs cannot
+tell. So an interval is the wider of two, one with the protocol's deviation and
+one with that of its own pairs, which alone covers the truth. Each has a
+slightly lower level, such that their union has about the level in either case:
+86 % if the variant is noisier, and up to 95 % if it is not, for 90 %. A single
+pair has no deviation; its interval supposes the protocol's. A variant that
+scatters far more than the others does not count in the protocol's deviation,
+and one that has nearly failed has no interval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +27,14 @@ import numpy as np
 from scipy import stats
 
 from attnres_jax import config as config_lib
+from attnres_jax.scaling import fit
 
 LEVEL = 0.9
-# Nats per token: several times what any scheme gains or loses if it trains.
-FAILED = 0.3
-# How often one of equal variants gets a separate deviation.
+FAILED = fit.FAILED
+# How often one of equal variants does not count in the protocol's deviation.
 OUTLYING = 0.01
+# How much likelier to miss each of two intervals is than the wider one.
+_EACH = 1.4
 
 Row = Mapping[str, Any]
 Losses = Mapping[str, Mapping[int, float]]
@@ -44,15 +51,19 @@ class Spread(NamedTuple):
   deviation: float
   freedom: float
 
+  def quantile(self, level: float) -> float:
+    """Of a pair's difference: half the width of an interval of this level."""
+    return float(stats.t.ppf((1 + level) / 2, self.freedom) * self.deviation)
+
 
 class Difference(NamedTuple):
   """Of one arm from another, pair by pair.
 
   Attributes:
     by_seed: differences in nats per token.
-    spread: on which the interval rests; None for too few pairs and for an arm
-      that failed.
-    level: of the interval.
+    spread: on which the interval rests, the protocol's or that of these pairs;
+      None for too few pairs and for an arm that failed.
+    level: of an interval with this spread.
   """
 
   by_seed: Mapping[int, float]
@@ -69,10 +80,7 @@ class Difference(NamedTuple):
     """Half the width of the interval of the mean."""
     if self.spread is None:
       return None
-    quantile = stats.t.ppf((1 + self.level) / 2, self.spread.freedom)
-    return float(
-      quantile * self.spread.deviation / math.sqrt(len(self.by_seed))
-    )
+    return self.spread.quantile(self.level) / math.sqrt(len(self.by_seed))
 
 
 def losses(
@@ -89,7 +97,7 @@ def losses(
     if seed in own:
       wanted = f"one row of seed {seed}, by one protocol (size, steps, rate)"
       config_lib.fail_argument(column, row[column], wanted)
-    own[seed] = float(row[loss])
+    own[seed] = fit.loss_of(row, loss)
   return found
 
 
@@ -127,17 +135,13 @@ def difference(
   Args:
     own: losses of an arm by seed.
     other: losses of the arm to compare with.
-    spread: the protocol's; by default, and for pairs that scatter far more,
-      that of these pairs alone.
+    spread: the protocol's; by default, that of these pairs alone.
     level: of the interval.
   """
   by_seed = {seed: own[seed] - other[seed] for seed in own if seed in other}
   if not by_seed or _failed(by_seed):
     return Difference(by_seed, None, level)
-  alone = _spread([by_seed])
-  if spread is None or (alone is not None and _is_outlying(alone, spread)):
-    spread = alone
-  return Difference(by_seed, spread, level)
+  return Difference(by_seed, *wider(spread, _spread([by_seed]), level))
 
 
 def differences(
@@ -164,6 +168,16 @@ def differences(
     )
     for name in _apart(found, baseline)
   }
+
+
+def wider(
+  shared: Spread | None, alone: Spread | None, level: float
+) -> tuple[Spread | None, float]:
+  """The spread with the wider interval of the two, and the level of each."""
+  if shared is None or alone is None or shared == alone:
+    return shared or alone, level
+  each = 1 - _EACH * (1 - level)
+  return max(shared, alone, key=lambda one: one.quantile(each)), each
 
 
 def _apart(found: Losses, baseline: str) -> dict[str, dict[int, float]]:
@@ -205,18 +219,6 @@ def _outlying(apart: Losses) -> set[str]:
     found.add(name)
     del several[name]
   return found
-
-
-def _is_outlying(alone: Spread, spread: Spread) -> bool:
-  """Whether pairs scatter more than the protocol's do, at a tenth of a level.
-
-  A protocol has about ten variants.
-  """
-  if not spread.deviation:
-    return alone.deviation > 0
-  ratio = (alone.deviation / spread.deviation) ** 2
-  chance = stats.f.sf(ratio, alone.freedom, spread.freedom)
-  return bool(chance < OUTLYING / 10)
 
 
 def _spread(together: Sequence[Mapping[int, float]]) -> Spread | None:

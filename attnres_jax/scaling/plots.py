@@ -33,7 +33,7 @@ def draw_scaling(
 
   Args:
     runs: points of each scheme.
-    fits: lines of each scheme; a band where it has bootstrap draws.
+    fits: lines of each scheme; a band where it has draws.
     counting: which of `compute.COUNTINGS` the compute is.
     ax: axes to draw on; new ones by default.
     advantage: baseline, other scheme, and the compute at which to mark how much

@@ -55,17 +55,21 @@ def effective_speedup(
   if not 0 < level < 1:
     config_lib.fail_argument("level", level, "a number between 0 and 1")
   slope, slope_error, slope_freedom = _slope(baseline)
-  shared = spread if len(set(other.size)) == 1 else None
+  fit.refuse_failed(baseline)
+  fit.refuse_failed(other)
+  shared = alone = None
+  if spread is not None and len(set(other.size)) == 1:
+    # From nats to ln L.
+    shared = spread._replace(deviation=spread.deviation / np.mean(other.loss))
   apart, more = _pairs(baseline, other, 1 if shared else 2)
   gain, cost = -np.mean(apart), np.mean(more)
-  if shared is None:
-    deviation, freedom = np.std(apart, ddof=1), len(apart) - 1
-  else:
-    # From nats to ln L.
-    deviation, freedom = shared.deviation / np.mean(other.loss), shared.freedom
-  gain_error = deviation / np.sqrt(len(apart))
+  if len(apart) > 1:
+    alone = pairs_lib.Spread(float(np.std(apart, ddof=1)), len(apart) - 1)
+  used, _ = pairs_lib.wider(shared, alone, level)
+  assert used is not None
+  gain_error = used.deviation / np.sqrt(len(apart))
   at = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
-  gains = gain + gain_error * stats.t.ppf(at, freedom)
+  gains = gain + gain_error * stats.t.ppf(at, used.freedom)
   slopes = slope + slope_error * stats.t.ppf(at, slope_freedom)
   # A baseline that does not improve would never catch up, or always be ahead.
   with np.errstate(divide="ignore", over="ignore", invalid="ignore"):

@@ -294,7 +294,9 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
     ("run", None, "status", "name of a run whose last error to show"),
     ("out", None, "collect", "file (default: rows.csv of the sweep)"),
   ):
-    kind = str if default is None else type(default)
+    kind = {"max_parallel": fields.Few, "watch": fields.NotNegative}.get(
+      name, str
+    )
     when = ("action", tuple(actions.split()))
     add(f"--{name}", type=kind, default=default, when=when, help=words)
   add(
@@ -302,7 +304,7 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
     help="for a launcher",
   )  # fmt: skip
   add(
-    "--max_chip_hours", type=float, when=run, metavar="N",
+    "--max_chip_hours", type=fields.NotNegative, when=run, metavar="N",
     help="refuse a sweep that its plans say costs more, and say what fits",
   )  # fmt: skip
   add(

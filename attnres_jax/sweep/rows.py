@@ -151,8 +151,11 @@ def counts(
 def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
   """Rows in the form of `scaling.fit`.
 
-  A size is the overrides except scheme and seeds, and so the same for all
-  schemes, whose parameters differ.
+  A size is the overrides except scheme, seeds and optimizer, and so the same
+  for all schemes, whose parameters and learning rates may differ.
+
+  Raises:
+    ConfigError: a loss is no positive number.
   """
   groups: dict[str, list[Row]] = {}
   for row in rows:
@@ -160,7 +163,7 @@ def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
   return {
     scheme: fit_lib.Runs(
       compute=[float(row[f"compute_{counting}"]) for row in several],
-      loss=[float(row["validation_loss"]) for row in several],
+      loss=list(map(fit_lib.loss_of, several)),
       size=tuple(map(_size, several)),
       seed=tuple(int(row["seed"]) for row in several),
     )
@@ -173,7 +176,9 @@ def _size(row: Row) -> tuple[str, ...]:
   return tuple(
     f"{name}={row[name]}"
     for name in overrides
-    if name not in _WITHIN_SIZE and row[name] != ""
+    if name not in _WITHIN_SIZE
+    and not name.startswith("optim.")
+    and row[name] != ""
   )
 
 

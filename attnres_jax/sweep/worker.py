@@ -52,6 +52,7 @@ from attnres_jax.common import command_line
 from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import plans
+from attnres_jax.config import fields
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
@@ -479,7 +480,7 @@ def make_parser() -> command_line.Parser:
   )
   command_line.add_cluster(parser)
   parser.add_argument(
-    "--patience_seconds", type=float, default=0.0,
+    "--patience_seconds", type=fields.NotNegative, default=0.0,
     help="to wait for runs whose worker may be dead",
   )  # fmt: skip
   return parser

@@ -8,8 +8,9 @@ network disks whose server supports locks.
 Object stores have no locks, but they create an object only if there is none. So
 there, a claim is a numbered lease: the writer creates `lock.N`, with N above
 all others, and one of several writers that try the same N succeeds. Whoever has
-the highest number holds the folder, while its heartbeat is younger than
-`LEASE_SECONDS` and it has not released it. The highest lease is never removed,
+the highest number holds the folder until it has released it, or somebody who
+waits has seen no new heartbeat for `LEASE_SECONDS` by its own clock: clocks of
+other hosts do not count. The highest lease is never removed,
 so a number is never used twice. A writer whose own lease is missing, or has a
 higher one above it, has lost the folder and ends immediately. A write confirms
 the lease first if the last confirmation is older than half its length, so a
@@ -42,19 +43,15 @@ from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import stores
 
+HeldError = exits.HeldError
 LOCK = "lock"
 # Other processes hold a lock briefly to look at it; wait until they are done.
 PATIENCE_SECONDS = 1.0
 HEARTBEAT_SECONDS = 10.0
-# A writer whose heartbeat is older than this is considered dead. The clocks of
-# hosts that share an object store must agree to within a fraction of it.
+# A writer without a heartbeat for this long is considered dead.
 LEASE_SECONDS = 90.0
 # The longest message from the first process to the others, in bytes.
 _MESSAGE_BYTES = 1024
-
-
-class HeldError(config_lib.ConfigError):
-  """Another live process holds the folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +73,9 @@ class Holder:
   started: float
   heartbeat: float
 
-  def is_alive(self) -> bool:
-    """Whether it was seen recently."""
-    return time.time() - self.heartbeat < LEASE_SECONDS
+  def seems_alive(self) -> bool:
+    """Whether its last heartbeat was recent, if both clocks are right."""
+    return abs(time.time() - self.heartbeat) < LEASE_SECONDS
 
   def __str__(self) -> str:
     started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started))
@@ -166,8 +163,9 @@ def acquire(workdir: epath.PathLike, *, patience_seconds: float = 0.0) -> Claim:
 
   Args:
     workdir: local or in an object store.
-    patience_seconds: how long to wait for a lease whose holder may be dead.
-      Waiting ends early if the holder turns out to be alive.
+    patience_seconds: how long to wait for a lease whose holder may be dead; at
+      least `LEASE_SECONDS` if its clock says so. Waiting ends early if the
+      holder turns out to be alive.
 
   Raises:
     HeldError: another process holds it; names the process.
@@ -242,13 +240,16 @@ def held(
 
 
 def is_held(workdir: epath.PathLike) -> bool:
-  """Whether a live process holds the folder."""
+  """Whether a live process holds the folder; by its clock in object stores.
+
+  Only whoever waits for the folder, in `acquire`, can tell for certain.
+  """
   workdir = epath.Path(workdir)
   if not files.is_remote(workdir) and not (workdir / LOCK).exists():
     return False
   if not _has_locks(workdir):
     newest = _newest(workdir)[1]
-    return newest is not None and newest.is_alive()
+    return newest is not None and newest.seems_alive()
   lock = _lock(workdir, fcntl.LOCK_SH, 0.0)
   if lock is None:
     return True
@@ -311,12 +312,20 @@ def _take_lease(
   workdir: epath.Path, holder: Holder, patience_seconds: float
 ) -> tuple[int, Holder]:
   """Creates the lease above all others; its number, and the holder in it."""
-  deadline = time.monotonic() + patience_seconds
   number, other = first = _newest(workdir)
-  while other is not None and other.is_alive():
-    if other != first[1] or time.monotonic() >= deadline:
+  since = time.monotonic()
+  if other is not None and not other.seems_alive():
+    patience_seconds = max(patience_seconds, LEASE_SECONDS)
+  while other is not None and other.heartbeat:
+    waited = time.monotonic() - since
+    if (number, other) != first:
       raise _held(workdir, other)
-    time.sleep(min(HEARTBEAT_SECONDS, patience_seconds))
+    if waited >= LEASE_SECONDS:
+      break
+    if waited >= patience_seconds:
+      raise _held(workdir, other)
+    left = min(LEASE_SECONDS, patience_seconds) - waited
+    time.sleep(min(HEARTBEAT_SECONDS, left))
     number, other = _newest(workdir)
   number += 1
   # After a wait, so that the first heartbeat of others is not in the past.

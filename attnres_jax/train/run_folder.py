@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 import contextlib
 import dataclasses
 import json
+import os
 import statistics
 from typing import Any
 
@@ -81,6 +82,9 @@ def refuse_foreign(name: str, workdir: epath.Path) -> None:
   """
   # A checkpoint of ours says so too.
   known = lambda: "config" in (checkpoint.newest_info(workdir) or {})
+  for folder in (checkpoint.CHECKPOINTS, checkpoint.SET_ASIDE):
+    if not files.is_remote(workdir) and os.path.isfile(workdir / folder):
+      files.fail_foreign(name, workdir, folder)
   files.refuse_foreign(name, workdir, _OURS, known)
 
 

@@ -9,6 +9,7 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax.analysis import figures
+from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import monitor
 from experiments.pages import page
@@ -51,7 +52,7 @@ def heatmaps(
   cells: dict[tuple[str, float, float], list[float]] = {}
   for row in rows:
     key = row["residual"], float(row["rho"]), float(row["eta"])
-    cells.setdefault(key, []).append(float(row["validation_loss"]))
+    cells.setdefault(key, []).append(fit_lib.loss_of(row))
   losses = {
     scheme: np.array(
       [

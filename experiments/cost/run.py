@@ -123,7 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--arms", default="", help="separated by ';'")
   add("--batch", default="", help="rows, several with commas")
   add("--tokens", default="", help="of a row, several with commas")
-  add("--rounds", type=int, default=5, help="timed rounds, after one warm-up")
+  add(
+    "--rounds",
+    type=fields.Few,
+    default=5,
+    help="timed rounds, after one warm-up",
+  )
   add(
     "--bytes_only",
     action="store_true",
@@ -132,14 +137,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   add(
     "--cached",
-    type=int,
+    type=fields.Count,
     default=0,
     when="chips",
     help="tokens of a prompt that are in the cache",
   )
   add(
     "--length",
-    type=int,
+    type=fields.Count,
     default=0,
     when="chips",
     help="of the cache of a prompt",

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The first hour on hardware: what was estimated, measured on the device here.
+r"""The first minutes on hardware: operators checked and timed, steps, training.
 
-  python -m experiments.first_hour --out=runs/first_hour --minutes=60
+  python -m experiments.first_hour --out=runs/first_hour --minutes=9
   python -m experiments.first_hour --platform=cpu
 
-In this order: the rates of the device, every operator against its reference,
-training steps over PreNorm, a planned network with a trace, operators at the
-shapes of the compiled tables. Rerun the same command to continue. On a CPU it
-runs in a short form, which tries everything and says nothing about
-accelerators.
+Rerun the same command to continue. On a CPU it runs in a short form, which
+tries everything and says nothing about accelerators.
 """
 
 import argparse
@@ -23,126 +20,85 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import csv_rows
 from attnres_jax.common import files
+from attnres_jax.config import fields
 from experiments.first_hour import measure
 from experiments.first_hour import tables
 from experiments.pages import readme
 
-# The compiled tables that the hour tests.
-PUBLISHED = readme.Published(
-  pathlib.Path(__file__).parent,
-  [
-    readme.Place(make, name, "", f"../../{tables.DOCUMENT}")
-    for name, make in tables.PLACES.items()
-  ]
-  + [readme.Place(tables.of_hour, name, name) for name in ("h100", "h200")],
-)
-# A task that writes no row for so long is taken to hang.
-_TASK_SECONDS = 900.0
-_ATTEMPTS = 20
+PUBLISHED = readme.Published(pathlib.Path(__file__).parent, tables.PLACES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
-  return command_line.run(_main, make_parser().parse_args(argv))
-
-
-def make_parser() -> command_line.Parser:
-  """Of the command's arguments."""
   parser = command_line.Parser("python -m experiments.first_hour", __doc__)
   add = parser.add_argument
+  every = ",".join(measure.PARTS)
   add("--out", default="runs/first_hour", help="folder of rows")
   add(
     "--minutes",
-    type=float,
-    default=60.0,
-    help="maximum time of the whole command",
+    type=fields.Positive,
+    default=9.0,
+    help="time of the whole command",
   )
-  add(
-    "--platform", default="", choices=("", "cpu", "tpu", "gpu"),
-    help="platform that JAX must use (default: the one it finds)",
-  )  # fmt: skip
-  add(
-    "--parts", default=",".join(measure.PARTS),
-    help="comma-separated; some of the default",
-  )  # fmt: skip
+  add("--platform", default="", choices=("", "cpu", "tpu", "gpu"),
+      help="platform that JAX must use (default: any)")  # fmt: skip
+  add("--parts", default=every, help="comma-separated; some of the default")
   add("--device_process", action="store_true", help="measure in this process")
-  return parser
+  return command_line.run(_main, parser.parse_args(argv))
 
 
 def _main(options: argparse.Namespace) -> None:
+  end = time.monotonic() + 60 * options.minutes
   if not options.minutes > 0:
     config_lib.fail_argument("--minutes", options.minutes, "more than 0")
   parts = options.parts.split(",")
   for part in parts:
     config_lib.choose("--parts", part, dict.fromkeys(measure.PARTS))
   folder = pathlib.Path(files.check_folder("--out", options.out)).absolute()
-  ours = {"rows.csv": measure.SAME}
-  files.refuse_foreign("--out", folder, ours)
+  files.refuse_foreign("--out", folder, {"rows.csv": measure.SAME})
   folder.mkdir(parents=True, exist_ok=True)
   if options.device_process:
     measure.run(folder, parts, options.platform == "cpu")
-    return
-  _hour(folder, options, time.monotonic() + 60 * options.minutes)
+  else:
+    supervise(folder, options, end)
 
 
-def _hour(
+def supervise(
   folder: pathlib.Path, options: argparse.Namespace, end: float
 ) -> None:
-  """Keeps a process on the device until all is measured, or time is over.
-
-  A process that crashes or hangs is replaced; the task that it was at has
-  failed. This process never touches the device.
-  """
-  path, shown = folder / "rows.csv", 0
-  names = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
-  environment = dict(os.environ)
+  """Replaces a process that crashes or hangs, whose task has then failed."""
+  path = folder / "rows.csv"
   # PyTorch and JAX share the memory of a GPU.
-  environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
   if options.platform:
+    names = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
     environment["JAX_PLATFORMS"] = names.get(options.platform, options.platform)
   command = [
     sys.executable, "-m", "experiments.first_hour", "--device_process",
     f"--out={folder}", f"--parts={options.parts}",
     f"--platform={options.platform}",
   ]  # fmt: skip
-  for _ in range(_ATTEMPTS):
-    process = subprocess.Popen(command, env=environment)
-    changed = time.monotonic()
+  read = lambda: csv_rows.read(path) if path.exists() else []
+  status, before = None, None
+  while status not in (0, 2) and time.monotonic() < end and read() != before:
+    before = read()
     try:
-      while process.poll() is None and time.monotonic() < end:
-        time.sleep(0.5)
-        rows = csv_rows.read(path) if path.exists() else []
-        ready = [row for row in rows if row["status"] != measure.BEGUN]
-        if len(ready) != shown:
-          changed = time.monotonic()
-          for row in ready[shown:]:
-            _tell(row, end - changed)
-          shown = len(ready)
-        if time.monotonic() - changed > _TASK_SECONDS:
-          break
-    finally:
-      if process.poll() is None:
-        process.kill()
-      process.wait()
-    if process.returncode in (0, 2) or time.monotonic() >= end:
-      break
-  if process.returncode == 2:
+      left = end - time.monotonic()
+      status = subprocess.run(command, env=environment, timeout=left).returncode
+    except subprocess.TimeoutExpired:
+      status = None
+  if status == 2:
     raise config_lib.ConfigError("the process of the device refused to begin")
-  rows = csv_rows.read(path) if path.exists() else []
-  if time.monotonic() >= end and path.exists():
+  rows = read()
+  if time.monotonic() >= end and rows:
     # The task in progress has not failed; the next command begins it again.
-    rows = [row for row in rows if row["status"] != measure.BEGUN]
+    unfinished = {r["task"] for r in rows if r["status"] == measure.BEGUN}
+    rows = [row for row in rows if row["task"] not in unfinished]
     csv_rows.write(path, rows)
   failed = sum(row["status"] == measure.FAILED for row in rows)
-  if process.returncode:
+  if status != 0:
     print("stopped before the last task; rerun the same command to continue")
   print(f"{len(rows)} rows, {failed} failed: {path}")
-
-
-def _tell(row: measure.Row, left: float) -> None:
-  number = f"{row['measured']} {row['unit']}" if row["measured"] else ""
-  words = f"{row['task']}: {row['arm']} {number} {row['status']}"
-  print(f"{left:6.0f} s left: {words} {row['reason']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
 from experiments.laptop_gain import config
 from experiments.pages import page
@@ -40,7 +41,7 @@ def mean_losses(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
   found: dict[str, dict[float, list[float]]] = {}
   for row in rows:
     own = found.setdefault(row["arm"], {})
-    own.setdefault(float(row["rate"]), []).append(float(row["validation_loss"]))
+    own.setdefault(float(row["rate"]), []).append(fit_lib.loss_of(row))
   return {
     arm: {rate: statistics.fmean(own[rate]) for rate in sorted(own)}
     for arm, own in found.items()

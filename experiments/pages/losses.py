@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from attnres_jax.analysis import figures
+from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
 from experiments.pages import page
 
@@ -136,7 +137,7 @@ def _by_value(rows: Sequence[Row], column: str) -> dict[str, _Schemes]:
     for row in own:
       values = schemes.setdefault(row["residual"], {})
       losses = values.setdefault(float(row[column]), {})
-      losses[int(row["seed"])] = float(row["validation_loss"])
+      losses[int(row["seed"])] = fit_lib.loss_of(row)
   return found
 
 

@@ -36,15 +36,19 @@ class Published(NamedTuple):
     places: in its README or in other documents.
     figures: name of an SVG file: (rows of each file) -> figure.
     figure_rows: these files.
+    adopted: rows that stand for those of a file, by its name.
   """
 
   folder: pathlib.Path
   places: Sequence[Place]
   figures: Mapping[str, Callable[..., Any]] = {}
   figure_rows: Sequence[str] = ("results",)
+  adopted: Mapping[str, Rows] = {}
 
   def read(self, name: str = "results") -> Rows:
-    """Committed rows; empty if there is no such file yet."""
+    """Committed rows, or adopted ones; empty if there is no such file yet."""
+    if name in self.adopted:
+      return self.adopted[name]
     path = self.folder / f"{name}.csv"
     return csv_rows.read(path) if path.exists() else []
 

@@ -201,7 +201,7 @@ def rates(rows: Sequence[Row]) -> page.Table:
   for row in rows:
     if row["variant"] == BASELINE and not row.get(_BUDGET):
       own = tried.setdefault(float(row["peak_lr"]), {})
-      own[int(row["seed"])] = float(row["validation_loss"])
+      own[int(row["seed"])] = fit_lib.loss_of(row)
   if len(tried) < 2:
     return page.Table((), ())
   common = sorted(set.intersection(*(set(own) for own in tried.values())))
@@ -380,7 +380,7 @@ def _speedup(
 def _runs(rows: Sequence[Row], counted: str) -> fit_lib.Runs:
   return fit_lib.Runs(
     compute=[float(row[counted]) for row in rows],
-    loss=[float(row["validation_loss"]) for row in rows],
+    loss=[fit_lib.loss_of(row) for row in rows],
     size=tuple(int(row["tokens"]) for row in rows),
     seed=tuple(int(row["seed"]) for row in rows),
   )

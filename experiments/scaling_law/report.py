@@ -51,6 +51,7 @@ def results(rows: Sequence[Row]) -> str:
   parts = [
     losses_lib.table(rows, "size").markdown(),
     laws(rows).markdown(),
+    _left_out(rows),
     sweep.origin(rows),
   ]
   return "\n\n".join(filter(None, parts))
@@ -72,8 +73,14 @@ def figure(rows: Sequence[Row]) -> figure_lib.Figure:
 def fits(
   rows: Sequence[Row], counting: str
 ) -> tuple[dict[str, fit_lib.Runs], dict[str, fit_lib.Fit]]:
-  """Runs by scheme, and the laws of schemes with two or more sizes."""
-  runs = rows_lib.by_scheme(rows, counting)
+  """Runs by scheme, and the laws of schemes with two or more sizes.
+
+  Without runs that have diverged, which `_left_out` names.
+  """
+  runs = {
+    scheme: fit_lib.without_failed(own)[0]
+    for scheme, own in rows_lib.by_scheme(rows, counting).items()
+  }
   enough = {
     scheme: own
     for scheme, own in runs.items()
@@ -81,6 +88,17 @@ def fits(
   }
   rng = np.random.default_rng(0)
   return runs, fit_lib.fit_schemes(enough, rng, num_samples=_DRAWS)
+
+
+def _left_out(rows: Sequence[Row]) -> str:
+  """A sentence that names the runs that are in no law."""
+  diverged = [
+    f"{figures.name_of(scheme)}, {', '.join(own.size[i])}, seed {own.seed[i]}"
+    f" (loss {own.loss[i]:.3g})"
+    for scheme, own in rows_lib.by_scheme(rows, COUNTING).items()
+    for i in fit_lib.failed(own)
+  ]
+  return f"Diverged, and in no law: {'; '.join(diverged)}." if diverged else ""
 
 
 def laws(rows: Sequence[Row]) -> page.Table:
@@ -105,14 +123,15 @@ def laws(rows: Sequence[Row]) -> page.Table:
 
 def _answer(rows: Sequence[Row]) -> page.Html:
   drawn: str = "Laws appear once a scheme has finished at two sizes."
+  left_out = _left_out(rows)
   if fits(rows, COUNTING)[1]:
     drawn = page.fill(
       "<figure>{{ figure }}</figure>\n{{ table }}\n"
       '<p class="note">L = A C<sup>&minus;&alpha;</sup>, least squares in ln L,'
       " C in PFLOP/s-days; no irreducible loss, as in the paper. Brackets and"
-      " bands: 90 % of {{ draws }} bootstrap draws over sizes and seeds, the"
-      " same"
-      " draws for all schemes. Losses on other data and tokenizers cannot"
+      " bands: 90 % of {{ draws }} draws, from the distance of sizes to the"
+      " law, with the correlation of schemes; two sizes have none."
+      " {{ left_out }} Losses on other data and tokenizers cannot"
       " be compared with the paper's; slopes and gaps can. The last column"
       " but one says how many times the compute of the scheme's largest run"
       " PreNorm needs for its loss; the paper has 1.25 for Block AttnRes at 5.6"
@@ -121,6 +140,7 @@ def _answer(rows: Sequence[Row]) -> page.Html:
       figure=svg.to_svg(figure(rows), "laws"),
       table=laws(rows).html(),
       draws=_DRAWS,
+      left_out=left_out,
     )
   return page.fill(
     _ANSWER.read_text(encoding="utf-8"),

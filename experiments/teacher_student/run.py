@@ -69,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = command_line.Parser(
     "python -m experiments.teacher_student.run", __doc__
   )
-  parser.add_argument("--seeds", type=int, default=5, help="of every setting")
+  parser.add_argument(
+    "--seeds", type=fields.Few, default=5, help="of every setting"
+  )
   parser.add_argument(
     "--out",
     default=str(_RESULTS),

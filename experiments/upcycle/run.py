@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   parser = command_line.Parser("python -m experiments.upcycle.run", __doc__)
   add = parser.add_argument
-  add("--seeds", type=int, default=8, help="pairs")
+  add("--seeds", type=fields.Few, default=8, help="pairs")
   add("--workdir", default="runs/upcycle", help="folder of all runs")
   add(
     "--out", default=str(_RESULTS),

@@ -3,8 +3,7 @@
 
 `depth_attention` is phase 1 of the paper's two-phase algorithm, `depth_merge`
 and `depth_merge_norm` are phase 2. `kda` is the delta rule of Kimi Linear, the
-network that the paper trains, and `short_conv` makes its features. `stream_mix`
-and `sinkhorn` are for schemes with several residual streams. The package
+network that the paper trains, and `short_conv` makes its features. The package
 imports only JAX.
 """
 
@@ -18,8 +17,6 @@ from attnres_kernels.kda.api import kda
 from attnres_kernels.kda.api import kda_step
 from attnres_kernels.rms_norm.api import rms_norm
 from attnres_kernels.short_conv.api import short_conv
-from attnres_kernels.sinkhorn.api import sinkhorn
-from attnres_kernels.stream_mix.api import stream_mix
 
 __all__ = [
   "IMPLEMENTATIONS",
@@ -32,6 +29,4 @@ __all__ = [
   "kda_step",
   "rms_norm",
   "short_conv",
-  "sinkhorn",
-  "stream_mix",
 ]

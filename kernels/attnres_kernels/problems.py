@@ -8,6 +8,7 @@ implementation and the arrays, and returns a tuple of arrays.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,6 @@ import numpy as np
 import attnres_kernels
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
-from attnres_kernels.stream_mix import shapes as stream_shapes
 
 PASSES = "forward", "backward"
 # What rounds to bfloat16 on the way may be off by this much with bfloat16
@@ -73,24 +73,32 @@ def draws(seed: int) -> Callable[..., jax.Array]:
   return draw
 
 
-def results(problem: Problem, implementation: str, *arrays: jax.Array) -> Any:
-  """Values, then the gradients of all arrays for fixed cotangents."""
-  values, pull = jax.vjp(
-    lambda *a: problem.function(implementation, *a), *arrays
+def arguments(
+  problem: Problem, draw: Callable[..., jax.Array] | None = None
+) -> tuple[jax.Array, ...]:
+  """The arrays of a problem, then cotangents for `results`.
+
+  Cotangents are exact in bfloat16, so that all implementations get equal ones.
+  They are made here and not in `results`, which is timed.
+  """
+  draw = draw or draws(1)
+  call = functools.partial(problem.function, problem.reference)
+  return *problem.arrays, *(
+    draw(*x.shape, dtype="bfloat16").astype(x.dtype)
+    for x in jax.eval_shape(call, *problem.arrays)
   )
-  # Exact in bfloat16, so that both sides have the same. Not by a cast there and
-  # back, which compilers drop.
-  cotangents = (
-    jax.lax.reduce_precision(
-      jnp.cos(jnp.arange(x.size, dtype=jnp.float32)), 8, 7
-    )
-    for x in values
-  )
-  gradients = pull(
-    tuple(
-      c.reshape(x.shape).astype(x.dtype) for c, x in zip(cotangents, values)
-    )
-  )
+
+
+def results(problem: Problem, implementation: str, *given: jax.Array) -> Any:
+  """Values by name, and gradients if cotangents follow the arrays."""
+  arrays = given[: len(problem.names)]
+  cotangents = given[len(problem.names) :]
+  call = functools.partial(problem.function, implementation)
+  if not cotangents:
+    return {f"result {i}": x for i, x in enumerate(call(*arrays))}
+  values, pull = jax.vjp(call, *arrays)
+  pairs = zip(cotangents, values, strict=True)
+  gradients = pull(tuple(c.astype(x.dtype) for c, x in pairs))
   named = {f"result {i}": x for i, x in enumerate(values)}
   return named | {f"d{n}": g for n, g in zip(problem.names, gradients)}
 
@@ -166,39 +174,6 @@ def _conv(shape: kda_shapes.Shape, dtype: Any, draw: Any) -> Problem:
   return Problem(run, arrays, ("x", "taps"), _BFLOAT16_ERROR, "xla")
 
 
-def _streams(shape: stream_shapes.Shape, dtype: Any, draw: Any) -> Problem:
-  count, tokens, width = shape.count, shape.tokens, shape.width
-  # A sublayer's output may be narrower than the streams, never wider.
-  stored = shape.dtype if jnp.dtype(dtype) == jnp.bfloat16 else dtype
-  streams = [draw(tokens, width, dtype=stored) for _ in range(count)]
-  mix = jnp.eye(count)[..., None] + 0.3 * draw(count, count, tokens)
-  weight = draw(count, width, shape.columns) / width**0.5
-
-  def run(implementation, *arrays):
-    new, h, logits = attnres_kernels.stream_mix(
-      arrays[:count], *arrays[count:], implementation=implementation
-    )
-    return *new, h, logits
-
-  small = draw(count, tokens), mix, weight, draw(count), draw()
-  names = "y", "write", "mix", "weight", "bias", "scale"
-  return Problem(
-    run,
-    (*streams, draw(tokens, width, dtype=dtype), *small),
-    (*(f"stream {i}" for i in range(count)), *names),
-    _BFLOAT16_ERROR,
-  )
-
-
-def _sinkhorn(shape: stream_shapes.Shape, dtype: Any, draw: Any) -> Problem:
-  def run(implementation, logits):
-    wide = logits.astype("float32")
-    return (attnres_kernels.sinkhorn(wide, implementation=implementation),)
-
-  logits = 4 * draw(shape.count, shape.count, shape.tokens, dtype=dtype)
-  return Problem(run, (logits,), ("logits",))
-
-
 def _both(kernel: str, saving: bool = False) -> dict[str, tuple[str, ...]]:
   """A gradient is a forward pass, which may save more, and a backward pass."""
   forward = f"{kernel}_forward"
@@ -252,19 +227,5 @@ OPERATORS = {
     kda_shapes.Shape("short", 1, 32, 1, 128, 128),
     kda_shapes.NAMED,
     _both("short_conv"),
-  ),
-  "stream_mix": Operator(
-    _streams,
-    stream_shapes.Shape("check", "bfloat16", 520, 1168, 4, 24),
-    stream_shapes.Shape("short", "bfloat16", 136, 160, 2, 8),
-    stream_shapes.NAMED,
-    _both("stream_mix"),
-  ),
-  "sinkhorn": Operator(
-    _sinkhorn,
-    stream_shapes.Shape("check", "float32", 1100),
-    stream_shapes.Shape("short", "float32", 40, count=3),
-    (),
-    _both("sinkhorn"),
   ),
 }

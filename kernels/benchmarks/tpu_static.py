@@ -18,6 +18,7 @@ same commit, jax and libtpu have made.
 
 import argparse
 from collections.abc import Callable, Iterator
+import functools
 import glob
 import itertools
 import math
@@ -42,7 +43,6 @@ from attnres_kernels import dispatch
 from attnres_kernels import problems
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
-from attnres_kernels.stream_mix import shapes as stream_shapes
 
 
 class Chip(NamedTuple):
@@ -76,7 +76,6 @@ _SHAPES: dict[str, dict[str, tuple[Any, ...]]] = {
     "rms_norm": shapes.MERGE,
   },
   "kda": {"kda": kda_shapes.NAMED, "short_conv": kda_shapes.NAMED},
-  "streams": {"stream_mix": stream_shapes.NAMED},
 }  # fmt: skip
 _KEYS = ("kernel", "chip", "shape")
 # A tile of an array in memory: sublanes and lanes.
@@ -153,7 +152,7 @@ def measure(
     draw = lambda *sizes, dtype="float32": jnp.zeros(sizes, dtype)
     problem = problems.OPERATORS[operator].build(shape, jnp.bfloat16, draw)
     built.append(problem)
-    return problem.arrays
+    return problems.arguments(problem, draw)
 
   place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
   arguments = [
@@ -169,10 +168,9 @@ def measure(
   ambient = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
   with ambient, all_reserved, warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    for function in (problems.results, _forward):
-      program = jax.jit(
-        lambda *arrays, f=function: f(built[0], "pallas_tpu", *arrays)
-      ).trace(*arguments)
+    for given in (arguments, arguments[: len(built[0].arrays)]):
+      run = functools.partial(problems.results, built[0], "pallas_tpu")
+      program = jax.jit(run).trace(*given)
       kernels = dict(_kernels(program.jaxpr.jaxpr))
       keys = {name: (name, chip, str(shape)) for name in kernels}
       missing = {name: key for name, key in keys.items() if key not in done}
@@ -183,10 +181,6 @@ def measure(
       for name, key in missing.items():
         done.add(key)
         yield dict(zip(_KEYS, key)) | _row(name, kernels[name], chip)
-
-
-def _forward(problem: Any, implementation: str, *arrays: jax.Array) -> Any:
-  return problem.function(implementation, *arrays)
 
 
 def _kernels(jaxpr: Any) -> Iterator[tuple[str, Any]]:

@@ -41,6 +41,48 @@ PARSERS = {
 
 
 @pytest.mark.parametrize("name", PARSERS)
+def test_numbers_are_checked_like_fields(name, capsys):
+  """No flag takes a number that is not finite, nor less than it can use."""
+  parser = PARSERS[name]
+  flags = [action for action in parser._actions if action.dest in parser._kinds]
+  # Every number has a kind.
+  for action in parser._actions:
+    assert not isinstance(action.default, (int, float)) or (
+      isinstance(action.default, bool) or action in flags
+    )
+  for action in flags:
+    for bad in ("nan", "inf", "-1", "1e400", "x", ""):
+      with pytest.raises(SystemExit) as stopped:
+        parser.parse_args(
+          ["--folder=x"] * (name == "worker")
+          + [f"{action.option_strings[0]}={bad}"]
+        )
+      assert stopped.value.code == 2
+      line = capsys.readouterr().err
+      assert line.startswith("error: ") and line.count("\n") == 1
+      assert action.option_strings[0] in line, line
+
+
+def test_whole_numbers_may_be_powers_of_ten():
+  assert config_lib.parse_field("train.steps", "1e4") == 10_000
+  for bad in ("1e-4", "1.5", "nan", "inf", "1e400"):
+    with pytest.raises(config_lib.ConfigError, match="^config.train.steps: go"):
+      config_lib.parse_field("train.steps", bad)
+
+
+def test_a_table_of_a_pipeline_has_a_limit(capsys):
+  for flags in (
+    ["--microbatches=100000"],
+    ["--stage=100000"],
+    ["--stage=100", "--microbatches=1000"],
+  ):
+    with pytest.raises((SystemExit, config_lib.ConfigError)) as stopped:
+      pipeline_main.counts(flags)
+    line = capsys.readouterr().err or str(stopped.value)
+    assert "got" in line and ("--microbatches" in line or "--stage" in line)
+
+
+@pytest.mark.parametrize("name", PARSERS)
 def test_every_command_takes_the_config(name):
   parser = PARSERS[name]
   found = parser.parse_args(

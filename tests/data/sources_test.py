@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts are tokenised in pieces, of which a document consists."""
+"""Documents are tokenised in batches, each as one text."""
 
 import numpy as np
 import pytest
@@ -26,11 +26,9 @@ class _Texts:
     return {}
 
 
-@pytest.mark.parametrize("piece", [4, 5, 8, 1000])
 @pytest.mark.parametrize("at_once", [1, 10, 1000])
 @pytest.mark.parametrize("start", [0, 3])
-def test_documents_are_whole(piece, at_once, start, monkeypatch):
-  monkeypatch.setattr(sources, "_PIECE_BYTES", piece)
+def test_documents_are_whole(at_once, start, monkeypatch):
   monkeypatch.setattr(sources, "_ENCODE_BYTES", at_once)
   tokenizer = data.make_tokenizer(config_lib.DataConfig())
   calls, plain = [], tokenizer.encode_batch
@@ -51,11 +49,30 @@ def test_documents_are_whole(piece, at_once, start, monkeypatch):
   assert {one.number: one.text for one in found} == expected
   for one in found:
     np.testing.assert_array_equal(one.ids, [256, *one.text])
-  pieces = [text for texts in calls for text in texts]
-  assert b"".join(pieces) == b"".join(expected.values())
-  assert max(map(len, pieces)) <= piece
+  assert [text for texts in calls for text in texts] == [*expected.values()]
   for texts in calls:
     assert sum(map(len, texts[:-1])) < at_once
-  # A piece ends with a line where it can.
-  if piece == 8:
-    assert {b"a line\n"} <= set(pieces)
+
+
+def test_ids_of_a_long_document_are_those_of_its_text(tmp_path, monkeypatch):
+  """SentencePiece's put a space before a text, so a cut would be seen."""
+  tokenizers = pytest.importorskip("tokenizers")
+  model = tokenizers.Tokenizer(
+    tokenizers.models.BPE({"\u2581": 0, "a": 1, "\n": 2, "<s>": 3}, [])
+  )
+  model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+    prepend_scheme="first"
+  )
+  model.save(str(tmp_path / "tokenizer.json"))
+  tokenizer = data.make_tokenizer(
+    config_lib.DataConfig(tokenizer="hf", tokenizer_path=str(tmp_path))
+  )
+  text = b"a" * 1_000 + b"\n" + b"a" * 300_000
+  document = documents.Document("one", text)
+  monkeypatch.setattr(_Texts, "iterate", lambda self, start=0: iter([document]))
+  with tqdm.tqdm(disable=True) as bar:
+    (found,) = sources.encode(
+      sources.Opened(_Texts(), None, ""), ("train",), tokenizer, bar=bar
+    )
+  np.testing.assert_array_equal(found.ids[1:], tokenizer.encode(text))
+  assert np.sum(found.ids == 0) == 1

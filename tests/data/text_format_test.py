@@ -2,6 +2,7 @@
 """Texts of an imported network equal its tokenizer's in transformers."""
 
 import json
+import os
 import random
 
 import pytest
@@ -133,7 +134,8 @@ def _check_stream(theirs, ours, before, ids):
   decoder = ours.decoder(before)
   pieces = [decoder.add(id) for id in ids]
   found = "".join([*pieces, decoder.end()])
-  expected = decode([*before, *ids])[len(decode(before)) :]
+  texts = [decode(before), decode([*before, *ids])]
+  expected = texts[1].removeprefix(os.path.commonprefix(texts))
   assert found == expected, (before, ids)
   return pieces
 
@@ -154,6 +156,29 @@ def _check(checkpoint, count, seed):
     # A network draws any tokens, and more than the vocabulary has.
     drawn = [rng.randrange(len(theirs) + 5) for _ in range(rng.randint(1, 30))]
     _check_stream(theirs, ours, ids[:-1], drawn)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte_level", "byte_fallback"])
+def test_a_prompt_may_end_inside_a_character(kind, tmp_path):
+  config = config_lib.DataConfig()
+  if kind != "bytes":
+    path = tmp_path / "tokenizer.json"
+    train(kind).save(str(path))
+    config = config_lib.DataConfig(tokenizer="hf", tokenizer_path=str(path))
+  ours = text_format_lib.of_data(config)
+  for text in (
+    "a \N{EURO SIGN}uro\N{GRINNING FACE}",
+    "\N{EURO SIGN}\N{EURO SIGN}b",
+  ):
+    ids = ours.encode(text)
+    inside = 0
+    for cut in range(len(ids) + 1):
+      decoder = ours.decoder(ids[:cut])
+      pieces = [*map(decoder.add, ids[cut:]), decoder.end()]
+      before = ours.decode(ids[:cut])
+      inside += not text.startswith(before)
+      assert os.path.commonprefix([before, text]) + "".join(pieces) == text
+    assert inside  # Else no cut was inside a character.
 
 
 def test_ids_text_and_pieces_are_those_of_transformers(checkpoint):

@@ -2,6 +2,7 @@
 """Tokenizers, with vocabularies trained here on a few sentences."""
 
 import hashlib
+import json
 import sys
 
 import numpy as np
@@ -108,6 +109,63 @@ class TestVocabularyFile:
     ids = tokenizer.encode("a<|endoftext|>b")
     assert 0 not in ids
     assert tokenizer.decode(ids) == "a<|endoftext|>b"
+
+  @pytest.mark.parametrize("special", [True, False])
+  def test_a_separator_that_the_file_does_not_call_special(self, special):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = _train_hf(self.path, special=())
+    name = tokenizers.AddedToken("<eos>", special=special, normalized=False)
+    model.add_tokens([name])
+    model.save(str(self.path))
+    tokenizer = self._make("hf")
+    assert tokenizer.separator_id == model.token_to_id("<eos>")
+    for text in ("<eos>", "a<eos>b", "a <eos> b <eos>\n"):
+      ids = tokenizer.encode(text)
+      assert tokenizer.separator_id not in ids
+      assert tokenizer.decode(ids) == text
+
+  def test_a_separator_that_is_also_a_word_is_refused(self):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[UNK]": 0, "a": 1, "<s>": 2, "</s>": 3, "END": 4}
+    model = tokenizers.Tokenizer(
+      tokenizers.models.WordLevel(words, unk_token="[UNK]")
+    )
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.save(str(self.path))
+    for separator in ("", "END"):
+      config = config_lib.DataConfig(
+        tokenizer="hf", tokenizer_path=str(self.path), separator=separator
+      )
+      with pytest.raises(config_lib.ConfigError, match="^config.data.separato"):
+        data.make_tokenizer(config)
+    # The next of the usual names is taken, if that one is no word.
+    del words["<s>"], words["</s>"]
+    model.model = tokenizers.models.WordLevel(words, unk_token="[UNK]")
+    model.add_special_tokens(["<bos>"])
+    model.save(str(self.path))
+    tokenizer = self._make("hf")
+    assert tokenizer.separator_id == model.token_to_id("<bos>")
+
+  def test_random_ids_are_refused(self):
+    _train_hf(self.path)
+    content = json.loads(self.path.read_text())
+    content["model"]["dropout"] = 0.1
+    self.path.write_text(json.dumps(content))
+    with pytest.raises(config_lib.ConfigError, match="tokenizer_path.*dropout"):
+      self._make("hf")
+
+  def test_a_panic_of_the_library_names_the_file(self, monkeypatch):
+    _train_hf(self.path)
+    tokenizer = self._make("hf")
+    PanicException = type("PanicException", (BaseException,), {})
+
+    class Exploding:
+      def encode_batch(self, *args, **kwargs):
+        raise PanicException("a regular expression")
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Exploding())
+    with pytest.raises(config_lib.ConfigError, match="tokenizer_path.*a regul"):
+      tokenizer.encode("a")
 
   def test_hf_without_a_separator_gets_a_new_id(self):
     model = _train_hf(self.path, special=())

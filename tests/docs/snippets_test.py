@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python of README and docs runs; links and names of files are right."""
 
+import dataclasses
+import functools
 import pathlib
 import re
 
+from flax import linen as linen_lib
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -87,6 +90,111 @@ def test_nnx(network):
   trunk = code(OWN)["Trunk"](cores, norms, config, rngs=nnx.Rngs(0))
   trunk.residual = model.residual
   compare(trunk(embedding_BTD), model, embedding_BTD)
+
+
+def gained(norm):
+  """Norms of other people with the same eps and gain, and their function."""
+  gain_D = norm.gain[...]
+
+  def function(h_BTD):
+    rms = jnp.sqrt(jnp.mean(h_BTD**2, axis=-1, keepdims=True) + norm.eps)
+    return h_BTD / rms * gain_D[None, None]
+
+  flax = nnx.RMSNorm(len(gain_D), epsilon=norm.eps, rngs=nnx.Rngs(0))
+  flax.scale[...] = gain_D
+  linen = linen_lib.RMSNorm(epsilon=norm.eps)
+  bound = functools.partial(linen.apply, {"params": {"scale": gain_D}})
+  return {"nnx": flax, "linen": bound, "function": function}
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen", "function"])
+def test_any_norm_gives_what_ours_does(network, kind):
+  config, model, sublayers, embedding_BTD = network
+  cores = [one.core for one in sublayers]
+  norms = [gained(one.norm)[kind] for one in sublayers]
+  trunk = code(OWN)["Trunk"](cores, norms, config, rngs=nnx.Rngs(0))
+  trunk.residual = model.residual
+  compare(trunk(embedding_BTD), model, embedding_BTD)
+
+
+@pytest.mark.parametrize("name", ["block_attnres", "full_attnres", "prenorm"])
+def test_a_layer_norm_is_applied_to_what_a_sublayer_reads(network, name):
+  """The same reads as with identities in front of sublayers with the norm."""
+  config, _, sublayers, embedding_BTD = network
+  config = dataclasses.replace(
+    config, residual=dataclasses.replace(config.residual, name=name)
+  )
+  norms = [
+    nnx.LayerNorm(config.width, rngs=nnx.Rngs(i)) for i in range(len(sublayers))
+  ]
+  cores = [one.core for one in sublayers]
+  inside = [
+    lambda h_BTD, core=core, norm=norm: core(norm(h_BTD))
+    for core, norm in zip(cores, norms)
+  ]
+  Trunk, rngs = code(OWN)["Trunk"], nnx.Rngs(0)
+  trunk = Trunk(cores, norms, config, rngs=rngs)
+  other = Trunk(inside, [lambda h_BTD: h_BTD] * len(cores), config, rngs=rngs)
+  other.residual = trunk.residual
+  got_BTD = trunk(embedding_BTD)
+  np.testing.assert_allclose(
+    got_BTD, other(embedding_BTD), rtol=1e-6, atol=1e-6
+  )
+  ours = Trunk(cores, [one.norm for one in sublayers], config, rngs=rngs)
+  ours.residual = trunk.residual
+  assert jnp.max(jnp.abs(got_BTD - ours(embedding_BTD))) > 1e-3
+
+
+def test_blocks_under_scans(network):
+  """`lax.scan` with the operators, and `nnx.scan` with a scheme."""
+  config, model, _, embedding_BTD = network
+  residual, size = model.residual, model.residual.block_size
+  # One scan needs sublayers of one kind, so all are MLPs.
+  layers = jax.tree.map(
+    lambda a: jnp.concatenate([a, a[::-1]]), model.sublayers["mlp"]
+  )
+  count = config.num_sublayers
+  each = layer_stacks.unstack(layers, count)
+  names = code(OWN)
+  trunk = names["Trunk"](
+    [one.core for one in each], [one.norm for one in each], config,
+    rngs=nnx.Rngs(0),
+  )  # fmt: skip
+  trunk.residual = residual
+  wanted_BTD = trunk(embedding_BTD)
+
+  reads = [residual.queries.single(l).query for l in range(count + 1)]
+  query_LD, blocks = jnp.stack(reads), [embedding_BTD]
+  apply = lambda layer, h_BTD: layer.core(layer.norm(h_BTD))
+  state = residual.init(embedding_BTD)
+
+  @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+  def step(carry, layer, slot):
+    h_BTD, carry = residual.read(carry, slot, layer.norm)
+    return residual.write(carry, slot, layer.core(h_BTD))
+
+  for start, stop in residual.segments():
+    assert stop - start == size > 1
+    rows = jax.tree.map(lambda a, at=slice(start, stop): a[at], layers)
+    query_QD = query_LD[start:stop]
+    blocks.append(names["scan_block"](apply, rows, query_QD, blocks))
+    carry, slots = residual.open(state, start, stop)
+    state = residual.close(state, step(carry, rows, slots), stop)
+  out_QBTD, _ = names["depth_attention"](query_LD[count:], blocks)
+  np.testing.assert_allclose(out_QBTD[0], wanted_BTD, rtol=1e-6, atol=1e-6)
+  np.testing.assert_allclose(
+    residual.readout(state), wanted_BTD, rtol=1e-6, atol=1e-6
+  )
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 10])
+def test_a_wrong_number_of_queries(network, rows):
+  config, _, _, embedding_BTD = network
+  run = code(OWN)["block_attnres"]
+  functions = [lambda h_BTD: h_BTD] * config.num_sublayers
+  query_LD = jnp.zeros((rows, config.width))
+  with pytest.raises(ValueError, match=f"{rows} queries, expected 9"):
+    run(functions, query_LD, embedding_BTD, 4)
 
 
 def test_a_trunk_refuses_sublayers_that_its_scheme_does_not_count(network):

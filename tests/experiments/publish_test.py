@@ -116,3 +116,36 @@ def test_what_publishes_nothing(name, capsys):
   assert publish.main([name]) == 2
   lines = capsys.readouterr().err.splitlines()
   assert len(lines) == 1 and f"experiment: got {name!r}" in lines[0]
+
+
+@pytest.mark.parametrize("name", ["scaling_law", "ablations"])
+@pytest.mark.parametrize(
+  "content",
+  ["", "run,loss\n", "run,loss\na,1\n", None],
+  ids=["empty", "no rows", "other columns", "other losses"],
+)
+def test_refused_rows_change_nothing(
+  name, content, tmp_path, monkeypatch, capsys
+):
+  folder = tmp_path / "experiments" / name
+  shutil.copytree(ROOT / "experiments" / name, folder)
+  for file in ("docs/launch.md", "docs/plan.md", "configs/plans.csv"):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    shutil.copy(ROOT / file, tmp_path / file)
+  published = publish.load(name)._replace(folder=folder)
+  monkeypatch.setattr(publish, "load", lambda name: published)
+  if content is None:
+    rows = published.read()
+    content = csv_rows.text([dict(rows[0], validation_loss="nan"), *rows[1:]])
+  new = tmp_path / "new.csv"
+  new.write_text(content)
+  files = lambda: {
+    path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+  }
+  before = files()
+  assert publish.main([name, f"--adopt={new}"]) == 2
+  line = capsys.readouterr().err
+  assert (
+    line.startswith(f"error: --adopt: got '{new}'") and line.count("\n") == 1
+  )
+  assert files() == before

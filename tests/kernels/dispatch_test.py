@@ -65,7 +65,7 @@ def test_without_a_mesh_the_lowering_decides():
 
 
 def test_a_platform_is_required_of_trees_of_arrays():
-  # The first argument of several streams is a tuple of them.
+  # The sources of depth attention are a tuple.
   def add(x):
     (pair, missing), y = dispatch.require_platform(
       (((x, x), None), x), "add", "tpu"

@@ -15,7 +15,6 @@ from attnres_jax.plan import hlo
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
-from attnres_kernels import stream_mix
 from attnres_kernels.depth_attention import shapes
 
 CHIPS = {
@@ -79,28 +78,6 @@ def merge(shape, op):
   lse = ((shape.tokens, *of_heads), jnp.float32)
   wide = (token, None)
   return f, [wide, lse, query, wide, row]
-
-
-def mix(tokens, width, count=4, columns=24):
-  """Forward and backward, through the public function."""
-
-  def f(write, mix, weight, bias, scale, *arrays):
-    def g(streams, y, *small):
-      return stream_mix(streams, y, *small)
-
-    *streams, y = arrays
-    small = write, mix, weight, bias, scale
-    results, vjp = jax.vjp(g, tuple(streams), y, *small)
-    return results, vjp(results)
-
-  small = (
-    (count, tokens), (count, count, tokens), (count, width, columns), (count,),
-    (),
-  )  # fmt: skip
-  return f, [
-    *((shape, jnp.float32) for shape in small),
-    *[((tokens, width), None)] * (count + 1),
-  ]
 
 
 def compile_for(chip, function, arguments, dtype):
@@ -188,20 +165,6 @@ class TestHeadsAndRank:
       )
     for one, several in zip(*moved, strict=True):
       assert one < several <= 1.1 * one
-
-
-@pytest.mark.slow
-class TestStreams:
-  @pytest.mark.parametrize("count,columns", [(1, 3), (2, 9), (3, 17), (8, 80)])
-  def test_numbers_of_streams(self, count, columns):
-    text = compile_for("v5p", *mix(256, 256, count, columns), "bfloat16")
-    assert "stream_mix_backward" in text
-
-  def test_bytes(self):
-    """10 vectors of the width per token forward, 15 backward."""
-    text = compile_for("v5p", *mix(8192, 1024), "bfloat16")
-    vectors = hlo.Program(text).hbm_bytes() / (2 * 8192 * 1024)
-    assert 25 < vectors < 27
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import operator
 import types
-from typing import NamedTuple
 
 from flax import nnx
 import jax
@@ -31,16 +30,11 @@ EPS = 1e-6
 KINDS = ("mixer", "mlp")
 
 
-class ToyNorm(NamedTuple):
-  """The part of `norm.RMSNorm` that a scheme may use, in float64."""
-
-  gain: jax.Array
-  eps: float
-
-  def __call__(self, h):
-    return rms_norm(h, self.eps) * self.gain[None, None, :]
-
-  in_one_pass = __call__
+def fused_norm(gain, eps=EPS):
+  """The library's norm with a float64 gain, which schemes fuse."""
+  norm = norm_lib.RMSNorm(WIDTH, eps)
+  norm.gain.set_value(gain)
+  return norm
 
 
 @jax.tree_util.register_dataclass
@@ -52,12 +46,16 @@ class ToySublayer:
   matrix: jax.Array  # [L / 2, D, D]
   kind: str = dataclasses.field(metadata=dict(static=True))
   eps: float = dataclasses.field(metadata=dict(static=True))
+  # Whether the norm is any function, which no scheme can fuse.
+  foreign: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
   @property
   def norm(self):
     if self.gain is None:
-      return norm_lib.Identity()
-    return ToyNorm(self.gain, self.eps)
+      return (lambda h: h) if self.foreign else norm_lib.Identity()
+    if self.foreign:
+      return lambda h: rms_norm(h, self.eps) * self.gain[None, None]
+    return fused_norm(self.gain, self.eps)
 
   def core(self, x, segment_ids):
     del segment_ids

@@ -13,6 +13,9 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
 from attnres_jax.models import trunk
+from attnres_jax.models.mixers import probe
+from attnres_jax.models.mixers import rope
+from attnres_jax.optimizer import qk_clip
 from tests import jaxprs
 from tests import tiny_network
 from tests.models import reference
@@ -61,6 +64,34 @@ def test_definition():
   changed[:, -1] = (changed[:, -1] + 1) % CONFIG.vocab_size
   (_, others), _ = _loss_and_gradient(network, changed)
   np.testing.assert_allclose(others[:, :-1], logits[:, :-1], atol=1e-5)
+
+
+def test_biases_and_probes():
+  """Halves include biases, and probes hear the logits of every mixer."""
+  config = dataclasses.replace(
+    CONFIG, attention=config_lib.AttentionConfig(qkv_bias=True)
+  )
+  network = qk_clip.with_probes(models.build_model(config))
+  attention = network.sublayers["attention"].core
+  for name in ("query_bias", "key_bias", "value_bias"):
+    bias = getattr(attention, name)
+    bias[...] = jnp.sin(1.0 + jnp.arange(bias.size, dtype=bias.dtype)).reshape(
+      bias.shape
+    )
+  (_, logits), gradient = _loss_and_gradient(network, TOKENS)
+  expected = reference.logits(network, TOKENS)
+  np.testing.assert_allclose(logits, expected, atol=2e-4)
+  trace = jax.jit(lambda m: m.trace(TOKENS))(network)
+  peaks_LN = gradient.sublayers["attention"].core.probe[...]
+  for l, peaks_N in enumerate(peaks_LN):
+    layer = jax.tree.map(lambda a, l=l: a[l], network.sublayers["attention"])
+    query_BTNH, key_BTKH, _ = layer.core.project(layer.norm(trace.reads[2 * l]))
+    turned = (
+      rope.apply_rope(a, config.rope_theta) for a in (query_BTNH, key_BTKH)
+    )
+    np.testing.assert_allclose(
+      peaks_N, probe.largest_logits(*turned, None), rtol=1e-4
+    )
 
 
 def test_unrolled_with_checkpoints_nothing_changes():

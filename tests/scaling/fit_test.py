@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from attnres_jax.scaling import compute_advantage
+from attnres_jax.scaling import effective_speedup
 from attnres_jax.scaling import fit
 from attnres_jax.scaling import fit_power_law
 
@@ -57,16 +58,95 @@ def test_advantage_of_planted_laws():
   assert compute_advantage(base, base, 3.0).value == pytest.approx(1)
 
 
-def test_intervals_cover_about_as_often_as_they_say():
-  law = fit.PowerLaw(1.5, 0.06)
+def hits(counts, rng, *, off_law, noise):
+  """Whether the intervals of a table contain the truth; None without.
+
+  Of the baseline's exponent, another scheme's loss at the largest size, and its
+  advantage there. `counts` are runs per size, `off_law` is an error that all
+  runs of a size share, and `noise` that of a run of each scheme.
+  """
+  laws = {"base": fit.PowerLaw(0.6, 0.1), "other": fit.PowerLaw(0.59, 0.1)}
+  compute = np.geomspace(1e-6, 1e-4, len(counts))
+  size = np.repeat(np.arange(len(counts)), counts)
+  seed = np.concatenate([np.arange(count) for count in counts])
+  off = rng.normal(0, off_law, len(counts))[size]
+  runs = {
+    name: fit.Runs(
+      compute[size],
+      law(compute[size]) * np.exp(off + rng.normal(0, noise[name], len(size))),
+      tuple(size.tolist()), tuple(seed.tolist()),
+    )
+    for name, law in laws.items()
+  }  # fmt: skip
+  fits, last = fit.fit_schemes(runs, rng, num_samples=100), compute[-1]
+  found = (
+    fits["base"].exponent(),
+    fits["other"].loss(last),
+    compute_advantage(fits["base"], fits["other"], last),
+  )
+  if found[0].low is None:
+    assert all(one.low is one.high is None for one in found)
+    return None
+  truth = (
+    0.1, laws["other"](last), compute_advantage(*laws.values(), last).value
+  )  # fmt: skip
+  return [one.low <= true <= one.high for one, true in zip(found, truth)]
+
+
+@pytest.mark.parametrize(
+  "counts", [(1,) * 3, (1,) * 5, (3,) * 4, (3, 3, 1)], ids=str
+)
+@pytest.mark.parametrize(
+  "off_law,noisier", [(0, 1), (0.006, 1), (0, 5)], ids=["seeds", "off", "noisy"]
+)
+def test_intervals_cover_as_often_as_they_say(counts, off_law, noisier):
   rng = np.random.default_rng(3)
-  hits = 0
-  for _ in range(100):
-    runs = {"a": planted(law, rng)}
-    own = fit.fit_schemes(runs, rng, num_samples=100)["a"].exponent(0.9)
-    hits += own.low <= law.exponent <= own.high
-  # A bootstrap over six sizes is a little too narrow; 90 would be nominal.
-  assert 75 <= hits <= 99
+  noise = {"base": 0.003, "other": 0.003 * noisier}
+  covered = np.mean(
+    [hits(counts, rng, off_law=off_law, noise=noise) for _ in range(100)],
+    axis=0,
+  )
+  # Nominal 0.9, within 0.05 and twice the standard error of 100 tables.
+  np.testing.assert_array_less(abs(covered - 0.9), 0.05 + 2 * 0.03)
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (3, 1), (2, 2), (9, 9)], ids=str)
+def test_two_sizes_have_no_interval(counts):
+  rng = np.random.default_rng(4)
+  noise = {"base": 0.003, "other": 0.003}
+  assert hits(counts, rng, off_law=0, noise=noise) is None
+
+
+def test_a_diverged_run_is_named():
+  rng = np.random.default_rng(8)
+  law = fit.PowerLaw(1.5, 0.06)
+  good = planted(law, rng)
+  for i in (0, 7, len(good.loss) - 1):
+    loss = good.loss.copy()
+    loss[i] = 9.0
+    bad = fit.Runs(good.compute, loss, good.size, good.seed)
+    where = f"loss: got '9 of size {good.size[i]}, seed {good.seed[i]}'"
+    for call in (
+      lambda bad=bad: fit.fit_schemes({"a": good, "b": bad}, rng),
+      lambda bad=bad: effective_speedup(good, bad),
+      lambda bad=bad: effective_speedup(bad, good),
+    ):
+      with pytest.raises(ValueError, match=f"^{where}"):
+        call()
+    rest, left_out = fit.without_failed(bad)
+    assert left_out == [i] and len(rest.loss) == len(loss) - 1
+    fit.fit_schemes({"a": good, "b": rest}, rng, num_samples=2)
+
+
+def test_no_healthy_table_has_a_diverged_run():
+  """Whether losses are on a law, off it, or fall to a floor."""
+  rng = np.random.default_rng(9)
+  for _ in range(300):
+    off = rng.normal(0, 0.01, len(COMPUTE)).repeat(3)
+    floor = rng.uniform(0, 2)
+    runs = planted(fit.PowerLaw(1.5, 0.06), rng, common=off)
+    runs = fit.Runs(runs.compute, runs.loss + floor, runs.size, runs.seed)
+    assert not fit.failed(runs)
 
 
 def test_schemes_share_their_draws():

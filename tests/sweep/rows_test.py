@@ -3,8 +3,12 @@
 
 import pathlib
 
+import pytest
+
 from attnres_jax import config as config_lib
+from attnres_jax import scaling
 from attnres_jax.common import csv_rows
+from attnres_jax.scaling import fit
 from attnres_jax.sweep import rows as rows_lib
 from tests import tiny_network
 
@@ -22,6 +26,26 @@ def test_schemes_of_one_size_are_pairs():
   assert len(set(runs["prenorm"].size)) == 4
   control = set(pairs["rescaled"])
   assert len(control) == 3 and control < set(pairs["prenorm"])
+
+
+def test_a_rate_for_each_scheme_is_no_size():
+  """Else nothing would be paired; two rates of one scheme are refused."""
+  rows = csv_rows.read(ROOT / "experiments" / "scaling_law" / "results.csv")
+  before = rows_lib.by_scheme(rows, "6nd")
+  rates = {"prenorm": "0.003", "block_attnres": "0.006"}
+
+  def tuned(row):
+    own = {"optim.peak_lr": rates.get(row["residual"], "0.001")}
+    return {"run": row["run"]} | own | row
+
+  after = rows_lib.by_scheme([tuned(row) for row in rows], "6nd")
+  for scheme, own in before.items():
+    assert own.size == after[scheme].size
+  block, _ = fit.without_failed(after["block_attnres"])
+  scaling.effective_speedup(after["prenorm"], block)
+  rates = {"prenorm": "0.012"}
+  with pytest.raises(config_lib.ConfigError, match="^seed: got"):
+    rows_lib.by_scheme([*rows, *map(tuned, rows)], "6nd")
 
 
 def test_budgets_are_sizes():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One writer per run folder on disks; `bucket_claims_test` has stores."""
 
+import dataclasses
 import errno
 import fcntl
 import os
@@ -13,6 +14,7 @@ import sys
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import exits
 from attnres_jax.common import stores
 from attnres_jax.train import claims
 from tests import tiny_run
@@ -182,3 +184,46 @@ def test_a_full_disk_keeps_a_lock_all_the_same(tmp_path, monkeypatch):
   with pytest.raises(claims.HeldError, match="in use by another process"):
     claims.acquire(tmp_path)
   claim.release()
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("patience", [0.0, 180.0])
+@pytest.mark.parametrize("ahead", [-3600, 0, 3600])
+@pytest.mark.parametrize("alive", [True, False])
+def test_clocks_of_other_hosts_do_not_count(
+  alive, ahead, patience, tmp_path, monkeypatch
+):
+  """A lease ends when its heartbeat stands still for whoever waits."""
+  now, beats = [0.0], [0]
+
+  def stamp():
+    return 1e9 + now[0] + ahead
+
+  other = claims.Holder("elsewhere", 7, "other", 1.0, stamp())
+  path = claims._lease(claims.epath.Path(tmp_path), 3)
+  stores.write(path, claims._bytes(other))
+
+  def sleep(seconds):
+    now[0] += max(seconds, 1e-3)
+    if alive and now[0] // claims.HEARTBEAT_SECONDS > beats[0]:
+      beats[0] += 1
+      beat = dataclasses.replace(other, heartbeat=stamp())
+      stores.write(path, claims._bytes(beat))
+
+  monkeypatch.setattr(claims.time, "sleep", sleep)
+  monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
+  monkeypatch.setattr(claims.time, "time", lambda: 1e9 + now[0])
+  patient = patience > claims.LEASE_SECONDS or ahead
+  if alive or not patient:
+    with pytest.raises(claims.HeldError, match="process 7 on elsewhere"):
+      claims.acquire(tmp_path, patience_seconds=patience)
+    assert claims._leases(tmp_path) == [3]
+  else:
+    number, _ = claims._take_lease(
+      claims.epath.Path(tmp_path), dataclasses.replace(other, pid=8), patience
+    )
+    assert number == 4 and claims.LEASE_SECONDS <= now[0] < 100
+
+
+def test_a_held_folder_may_be_tried_again():
+  assert exits.of_error(claims.HeldError("x")) == exits.Exit.AGAIN

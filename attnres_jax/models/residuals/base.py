@@ -45,7 +45,8 @@ from attnres_jax.common import precision
 from attnres_jax.common import scopes
 from attnres_jax.models import norm as norm_lib
 
-Norm = norm_lib.RMSNorm | norm_lib.Identity
+# Any function or module; `norm_lib.RMSNorm` is fused where a scheme can.
+Norm = Callable[[jax.Array], jax.Array]
 
 # The name by which activation checkpointing recognises the running state.
 DEPTH_STATE = "depth_state"
@@ -185,7 +186,7 @@ class Residual(nnx.Module):
 
   def init(self, embedding_BTD: jax.Array) -> Any:
     """State before the first sublayer."""
-    raise NotImplementedError
+    raise self._lacks("init")
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     """(carry, slots) of sublayers start..stop-1, counted from 0.
@@ -209,11 +210,11 @@ class Residual(nnx.Module):
 
   def input(self, carry: Any, slot: Any) -> jax.Array | QKV:
     """h_BTD, if the scheme leaves its norm to `read`."""
-    raise NotImplementedError
+    raise self._lacks("input")
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     """Carry after a sublayer whose output is y_BTD."""
-    raise NotImplementedError
+    raise self._lacks("write")
 
   def close(self, state: Any, carry: Any, stop: int) -> Any:
     """State after sublayer stop-1, given the state before the segment.
@@ -224,7 +225,13 @@ class Residual(nnx.Module):
 
   def readout(self, state: Any) -> jax.Array:
     """h_out [B, T, D], which goes to the final norm and the head."""
-    raise NotImplementedError
+    raise self._lacks("readout")
+
+  def _lacks(self, method: str) -> NotImplementedError:
+    return NotImplementedError(
+      f"the scheme {type(self).__name__} has no `{method}`"
+      " (attnres_jax.models.residuals.base says what a scheme has)"
+    )
 
   def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
     """(completed blocks, the rest): a pipeline sends each block only once.

@@ -302,7 +302,7 @@ class DepthAttention(base.Residual):
   ) -> jax.Array | base.QKV:
     """norm(the mixture with the open source as one more source).
 
-    One pass over memory, unless mixtures are scaled.
+    One pass over memory, if the norm is ours and mixtures are not scaled.
     """
 
     def merged(one: Slot) -> jax.Array:
@@ -444,9 +444,10 @@ def mixture_of(slot: Slot) -> jax.Array:
 
 
 def normed(h: jax.Array | base.QKV, norm: base.Norm) -> jax.Array | base.QKV:
-  """The norm of mixtures, which no matrix product makes, as an operator."""
+  """The norm of mixtures, which no product makes; ours as an operator."""
+  ours = type(norm) is norm_lib.RMSNorm
   with scopes.part(scopes.NORM):
-    return jax.tree.map(norm.in_one_pass, h)
+    return jax.tree.map(norm.in_one_pass if ours else norm, h)
 
 
 def depth_attention(
@@ -490,10 +491,11 @@ def depth_merge(
   eps: float,
   rank: int | None,
 ) -> jax.Array:
-  """`attnres_kernels.depth_merge`, or `depth_merge_norm` if there is a norm."""
+  """norm(`attnres_kernels.depth_merge`), one operator if the norm is ours."""
   arrays = [slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD]
   merge = functools.partial(attnres_kernels.depth_merge, eps=eps, rank=rank)
-  if not isinstance(norm, norm_lib.Identity):
+  fused = type(norm) is norm_lib.RMSNorm
+  if fused:
     arrays.append(norm.gain[...])
     merge = functools.partial(
       attnres_kernels.depth_merge_norm, eps=eps, rank=rank, norm_eps=norm.eps
@@ -501,11 +503,12 @@ def depth_merge(
   tokens, replicated = sharding.TOKENS, sharding.WHOLE
   in_specs = tokens, tokens, replicated, tokens, replicated
   split = sharding.by_shards(merge, in_specs[: len(arrays)], tokens)
-  return linear.counted(
+  h_BTD = linear.counted(
     split, *arrays,
     flops=pair_flops(open_BTD.shape, slot.query_D.size),
     scanned=open_BTD, outs=slot.out_BTD,
   )  # fmt: skip
+  return h_BTD if fused else base.normed(h_BTD, norm)
 
 
 def pair_flops(mixtures: Sequence[int], key_width: int) -> int:

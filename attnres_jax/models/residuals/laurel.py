@@ -18,8 +18,9 @@ class LaurelLR(prenorm.Stream):
 
     h_{l+1} = f_l(h_l) + h_l + B_l A_l h_l
 
-  From the released code of Gemma 3n, which normalises B A h; its other two
-  forms are not here, because we could not read the paper. B starts at zero, so
+  From excerpts of ports of Gemma 3n's code, which normalise B A h; we have not
+  seen the original. The paper's other two forms are not here, because we could
+  not read the paper. B starts at zero, so
   that the network starts as PreNorm, and A at random, of fan-in size (our
   choices). Both products are in float32. The rank is `model.residual.rank`, 64
   unless set, as in that code.

@@ -18,9 +18,9 @@ The three products are one. The streams are not normalised before it: their
 inverse RMS is a factor of its result.
 """
 
+import functools
 import itertools
 import math
-from typing import Any
 
 from flax import nnx
 import jax
@@ -28,11 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax.common import sharding
-from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams as streams_lib
-import attnres_kernels
 
 _SCALE = 0.01  # Of what depends on the streams, at initialisation.
 _CLOSED = -8.0  # Bias of what softmax or Sinkhorn almost removes.
@@ -88,10 +85,7 @@ class MHC(streams_lib.Streams):
     self, streams: streams_lib.State
   ) -> streams_lib.Coefficients:
     product_CBT = streams_lib.projected(streams, self.weight())
-    return self.of_products(inverse_rms(streams, self.eps)[None] * product_CBT)
-
-  def of_products(self, product_CBT: jax.Array) -> streams_lib.Coefficients:
-    """The coefficients, given x W."""
+    product_CBT = inverse_rms(streams, self.eps)[None] * product_CBT
     cuts = self.num_streams, 2 * self.num_streams
     read_MBT, write_MBT, mix_CBT = (
       streams_lib.to_tokens(bias_C) + scale * part_CBT
@@ -106,26 +100,6 @@ class MHC(streams_lib.Streams):
       2 * jax.nn.sigmoid(write_MBT),
       self.matrix(mix_CBT),
     )
-
-  def open(
-    self, state: streams_lib.State, start: int, stop: int
-  ) -> tuple[streams_lib.Carry, Any]:
-    carry, slots = super().open(state, start, stop)
-    if not base.coefficients_are_fixed():
-      carry = carry._replace(h_BTD=self.input(carry, None))
-    return carry, slots
-
-  def write(
-    self, carry: streams_lib.Carry, slot: Any, y_BTD: jax.Array
-  ) -> streams_lib.Carry:
-    if carry.h_BTD is None:
-      return super().write(carry, slot, y_BTD)
-    streams, h_BTD, product_CBT = streams_lib.mix(
-      carry, base.save(y_BTD), slot.weight(), slot.bias[: self.num_streams],
-      slot.scale[0], eps=self.eps, dtype=self.dtype,
-    )  # fmt: skip
-    streams = tuple(map(base.save, streams))
-    return streams_lib.Carry(streams, slot.of_products(product_CBT), h_BTD)
 
 
 class MHCLite(MHC):
@@ -177,20 +151,27 @@ def inverse_rms(streams: streams_lib.State, eps: float) -> jax.Array:
   return jax.lax.rsqrt(total_BT / width + eps)
 
 
+@jax.checkpoint
 def doubly_stochastic(logits_CBT: jax.Array) -> jax.Array:
-  """`attnres_kernels.sinkhorn` of a flat matrix."""
+  """R [M, M, B, T] of a flat matrix, in logarithms: gradients stay bounded."""
   size = math.isqrt(len(logits_CBT))
-  shape = size, size, *logits_CBT.shape[1:]
 
-  def local(logits_CBT):
-    shape = size, size, *logits_CBT.shape[1:]
-    matrix = attnres_kernels.sinkhorn(
-      logits_CBT.reshape(shape), iterations=_ITERATIONS
-    )
-    return matrix.reshape(logits_CBT.shape)
+  def step(log_MMBT: jax.Array, _: None) -> tuple[jax.Array, None]:
+    for axis in (1, 0):
+      log_MMBT -= _log_sum(log_MMBT, axis)
+    return log_MMBT, None
 
-  rows = sharding.QUERIED_TOKENS
-  split = sharding.by_shards(local, (rows,), rows)
-  # There is no product of matrices in it.
-  outs = jax.ShapeDtypeStruct(logits_CBT.shape, logits_CBT.dtype)
-  return linear.counted(split, logits_CBT, flops=0, outs=outs).reshape(shape)
+  log_MMBT = logits_CBT.reshape(size, size, *logits_CBT.shape[1:])
+  log_MMBT, _ = jax.lax.scan(step, log_MMBT, length=_ITERATIONS)
+  return jnp.exp(log_MMBT)
+
+
+def _log_sum(log_MMBT: jax.Array, axis: int) -> jax.Array:
+  """Of exponentials along an axis, which stays.
+
+  The sum is written out: on a CPU, XLA reduces so few entries in a scalar loop,
+  which is 20 times slower.
+  """
+  terms = jnp.split(log_MMBT, log_MMBT.shape[axis], axis=axis)
+  top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, terms))
+  return top + jnp.log(streams_lib.total(jnp.exp(term - top) for term in terms))

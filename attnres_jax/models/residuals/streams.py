@@ -37,10 +37,8 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
-from attnres_jax.common import sharding
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
-import attnres_kernels
 
 # What enters the stream of a token: [B, T, D] arrays, one per stream.
 State = tuple[jax.Array, ...]
@@ -60,13 +58,10 @@ class Carry(NamedTuple):
   Attributes:
     streams: see `State`.
     coefficients: of the next sublayer.
-    h_BTD: what it reads, from a scheme that writes and reads in one pass; else
-      None.
   """
 
   streams: Any
   coefficients: Any
-  h_BTD: jax.Array | None = None
 
 
 class Streams(base.Residual):
@@ -102,8 +97,6 @@ class Streams(base.Residual):
     return Carry(state, first.fixed(state)), following
 
   def input(self, carry: Carry, slot: Any) -> jax.Array:
-    if carry.h_BTD is not None:
-      return carry.h_BTD
     h_BTD = combine(carry.coefficients.read_MBT, carry.streams)
     return h_BTD.astype(self.dtype)
 
@@ -147,46 +140,6 @@ def mixed(carry: Carry, y_BTD: jax.Array) -> State:
     base.save(x_BTD.astype(old_BTD.dtype))
     for x_BTD, old_BTD in zip(new, carry.streams)
   )
-
-
-def mix(
-  carry: Carry,
-  y_BTD: jax.Array,
-  weight_MDC: jax.Array,
-  bias_M: jax.Array,
-  scale: jax.Array,
-  *,
-  eps: float,
-  dtype: jax.typing.DTypeLike,
-) -> tuple[State, jax.Array, jax.Array]:
-  """`attnres_kernels.stream_mix`: `mixed`, and the next products and read."""
-
-  def local(streams, y_BTD, write_MBT, mix_PBT, *rest):
-    shape = len(streams), len(streams), *mix_PBT.shape[1:]
-    return attnres_kernels.stream_mix(
-      streams, y_BTD, write_MBT, mix_PBT.reshape(shape), *rest,
-      eps=eps, dtype=dtype,
-    )  # fmt: skip
-
-  streams, (_, write_MBT, mix_MMBT) = carry.streams, carry.coefficients
-  mix_PBT = mix_MMBT.reshape(-1, *mix_MMBT.shape[2:])
-  tokens, rows = sharding.TOKENS, sharding.QUERIED_TOKENS
-  split = sharding.by_shards(
-    local,
-    (tokens, tokens, rows, rows, *[sharding.WHOLE] * 3),
-    (tokens, tokens, rows),
-  )
-  like = jax.ShapeDtypeStruct
-  shape, columns = y_BTD.shape, weight_MDC.shape[-1]
-  outs = (
-    tuple(like(x.shape, x.dtype) for x in streams),
-    like(shape, dtype),
-    like((columns, *shape[:-1]), precision.wide(y_BTD.dtype)),
-  )
-  return linear.counted(
-    split, streams, y_BTD, write_MBT, mix_PBT, weight_MDC, bias_M, scale,
-    flops=2 * y_BTD.size * len(streams) * columns, outs=outs,
-  )  # fmt: skip
 
 
 def projected(

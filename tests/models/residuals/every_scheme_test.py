@@ -2,11 +2,13 @@
 """What holds for every registered scheme, at random parameters.
 
 A scheme is compiled twice around toy sublayers: as a scan, and cut in two parts
-of unrolled sublayers with checkpoints, as a pipeline and `remat` would have it.
+of unrolled sublayers with checkpoints, as a pipeline and `remat` would have it,
+whose norms are plain functions.
 By default, this is done for the first scheme of each family. The definition of
 each scheme is tested in the file of its family.
 """
 
+import dataclasses
 import functools
 import pathlib
 
@@ -65,6 +67,10 @@ def _whole(kinds, layers, scheme, embedding):
 def _in_parts(kinds, layers, scheme, embedding):
   cut, options = len(kinds) // 2, dict(scan=False, remat="full")
   # One sublayer of each kind in either part.
+  layers = {
+    kind: dataclasses.replace(layer, foreign=True)
+    for kind, layer in layers.items()
+  }
   first, second = (
     jax.tree.map(lambda a, i=i: a[i : i + 1], layers) for i in (0, 1)
   )
@@ -244,6 +250,17 @@ def test_fields_that_a_scheme_cannot_use(name, fields, message):
     if "read" in fields:
       fields = dict(read=config_lib.DepthReadConfig(**fields["read"]))
     residuals.abstract_residual(tiny_network.config(name, **fields))
+
+
+@pytest.mark.parametrize("method", ["init", "write", "readout", "input"])
+def test_a_scheme_without_a_method_is_named(method):
+  name = "Incomplete"
+  scheme = type(name, (base.Residual,), {})(
+    tiny_network.config("prenorm"), rngs=None
+  )
+  arguments = {"init": 1, "write": 3, "readout": 1, "input": 2}[method]
+  with pytest.raises(NotImplementedError, match=f"{name} has no `{method}`"):
+    getattr(scheme, method)(*[None] * arguments)
 
 
 def test_names_and_families():

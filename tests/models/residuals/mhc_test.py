@@ -15,7 +15,6 @@ from attnres_jax.models import residuals
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import mhc
 from attnres_jax.models.residuals import streams as streams_lib
-from tests import jaxprs
 from tests import tiny_network
 from tests.models import trunks
 
@@ -139,7 +138,7 @@ def test_what_each_constraint_means(name):
 def test_backward_repeats_the_iterations():
   shape = jax.ShapeDtypeStruct((16, 2, 3), jnp.float32)
   _, back = jax.eval_shape(lambda z: jax.vjp(mhc.doubly_stochastic, z), shape)
-  assert [a.shape for a in jax.tree.leaves(back)] == [(4, 4, 2, 3)]
+  assert [a.shape for a in jax.tree.leaves(back)] == [(16, 2, 3)]
 
 
 def _sublayers(scheme, embedding, outputs):
@@ -193,18 +192,6 @@ def _loss_and_gradient(model, tokens_BT):
   return jax.value_and_grad(loss)(model)
 
 
-def test_writes_are_kernels_in_a_program_for_tpus():
-  fields = dict(stream_dtype="bfloat16", dtype="bfloat16")
-  network = tiny_network.config("mhc", **fields)
-  model = jax.eval_shape(lambda: tiny_network.models.build_model(network))
-  tokens_BT = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-  traced = jax.jit(_loss_and_gradient).trace(model, tokens_BT)
-  text = traced.lower(lowering_platforms=("tpu",)).as_text()
-  for op in ("stream_mix", "sinkhorn"):
-    assert f"{op}_forward" in text and f"{op}_backward" in text
-  assert "stream_mix" not in traced.lower(lowering_platforms=("cpu",)).as_text()
-
-
 def test_sharded_tokens():
   model = tiny_network.model("mhc", num_layers=1, scan_layers=False)
   rng = np.random.default_rng(0)
@@ -213,14 +200,6 @@ def test_sharded_tokens():
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=1, tensor=2))
   given = jax.device_put((model, tokens_BT), sharding.replicated(mesh))
   with sharding.ambient(mesh):
-    program = jax.make_jaxpr(_loss_and_gradient)(*given)
     found = jax.device_get(jax.jit(_loss_and_gradient)(*given))
-  split = [
-    equation.params["in_specs"]
-    for equation in jaxprs.equations(program.jaxpr)
-    if equation.primitive.name == "shard_map"
-  ]
-  # Streams, y and coefficients.
-  assert any(len(specs) >= 4 + 1 + 5 for specs in split)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

@@ -80,7 +80,7 @@ def test_definition(float64):
   _, embedding = trunks.toy(1)
   scheme = trunks.scheme("mudd", L)
   gain = np.linspace(0.5, 1.5, trunks.WIDTH)
-  norm = trunks.ToyNorm(jnp.asarray(gain), trunks.EPS)
+  norm = trunks.fused_norm(jnp.asarray(gain))
 
   def sublayer(l, carry, slot):
     x = scheme.read(carry, slot, norm)[0]
