@@ -18,7 +18,9 @@ from tests import tiny_network
 from tests.interop import small_checkpoint
 
 # What stays float32: vectors, scores of experts, gates in exponents.
-WIDE = r"gain|_conv|a_log|dt_bias|selection_bias|router|beta|_down|_up"
+WIDE = (
+  r"gain|_conv|a_log|dt_bias|selection_bias|router|beta|_down|(gate|decay)_up"
+)
 
 
 def _run(parameter_dtype, microbatches, mixers):
