@@ -21,7 +21,7 @@ PYTEST := -m pytest -n $(JOBS) --dist worksteal
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sweep pod test test-slow lint format notebooks clean
+.PHONY: help demo sweep pod test test-all test-slow lint format notebooks clean
 
 help:
 	@echo "make demo       train four residual schemes side by side (about 20"
@@ -31,8 +31,9 @@ help:
 	@echo "                runs/scaling/report.html while it runs"
 	@echo "make pod        compile the 48B training step for 64 TPU v5p chips, without"
 	@echo "                having them, and report memory and time (about 5 minutes)"
-	@echo "make test       run the tests"
-	@echo "make test-slow  run the slow tests too"
+	@echo "make test       run every law once (about 5 minutes on 2 cores)"
+	@echo "make test-all   run more cases and longer tests, too (about 12 minutes)"
+	@echo "make test-slow  run all of these and the slow tests"
 	@echo "make lint       check style and types"
 	@echo "make format     apply the style"
 	@echo "make notebooks  run the notebooks"
@@ -50,6 +51,9 @@ pod: $(VENV)/.pod-$(VERSION)
 	$(BIN)/python -m attnres_jax.plan $(POD) $(ARGS)
 
 test: $(VENV)/.dev-$(VERSION)
+	$(BIN)/python $(PYTEST) -m "not more and not slow" $(ARGS)
+
+test-all: $(VENV)/.dev-$(VERSION)
 	$(BIN)/python $(PYTEST) $(ARGS)
 
 test-slow: $(VENV)/.dev-$(VERSION)
@@ -76,18 +80,19 @@ $(VENV)/.made-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is not Python 3.11 or newer; try" \
 	    "make PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
 $(VENV)/.demo-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
-	$(BIN)/python -m pip install -qq --editable ".[plots]"
+	@$(BIN)/python dev/install.py plots
 	@touch $@
 
 # The compiler is part of the TPU library.
 $(VENV)/.pod-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
-	$(BIN)/python -m pip install -qq --editable ".[tpu]"
+	@$(BIN)/python dev/install.py tpu
 	@touch $@
 
 $(VENV)/.dev-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
-	$(BIN)/python -m pip install -qq --editable ".[dev]"
+	@$(BIN)/python dev/install.py dev
 	@touch $@

@@ -17,6 +17,7 @@ from experiments.depth_heads import config as depth_heads
 from experiments.pages import variants as report
 from experiments.residual_zoo import config as residual_zoo
 from experiments.residual_zoo import report as zoo_report
+from tests import tiers
 
 STUDIES = {
   one.STUDY.name: one.STUDY
@@ -31,7 +32,9 @@ def _runs(study, arg):
   ]
 
 
-@pytest.mark.parametrize("scale", ["demo", "laptop", "deep", "d768", "paper"])
+@tiers.parametrize(
+  "scale", ["demo", "laptop", "deep", "d768", "paper"], first=["demo", "paper"]
+)
 @pytest.mark.parametrize("name", STUDIES)
 def test_variants(name, scale):
   spec = f"experiments/{name}/config.py:scale={scale}"

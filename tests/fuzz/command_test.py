@@ -76,6 +76,7 @@ def _lines(options, bare=()):
   return st.lists(words, max_size=5)
 
 
+@pytest.mark.more
 @laws.shares(120, 3000)
 def test_commands_with_flags(here, monkeypatch, cases):
   """main, flops and plan, up to their computation."""

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from attnres_jax.train import signals
+from tests import tiers
 from tests import tiny_run
 
 _PROGRAM = """
@@ -56,7 +57,7 @@ def _signalled(program, kind, mode):
   return process.returncode, out
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "kind, mode",
   # One table has them all.
   [(signal.SIGTERM, "c"), (signal.SIGINT, "c"), (signal.SIGINT, "python"),
@@ -111,7 +112,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("how", ["reader ends", "closed", "full"])
+@tiers.parametrize("how", ["reader ends", "closed", "full"], first=["closed"])
 def test_a_process_outlives_its_outputs(how, tmp_path):
   end = tmp_path / "end"
   argv = [sys.executable, "-c", _TALKER, str(end)]
