@@ -8,6 +8,8 @@ VENV ?= .venv
 # the sweep.
 JOBS ?= 2
 ARGS ?=
+FIRST_LAW ?= --config=configs/scaling.py:scale=first --workdir=runs/first_law \
+  --launcher=together --set threads=$(JOBS)
 # Experts are distributed over 8 devices, and everything is cut in 8; a device
 # processes two sequences of each microbatch.
 POD ?= --config=configs/kimi_linear.py:size=48b --topology=v5p:4x4x4 \
@@ -24,11 +26,11 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 .PHONY: help demo sweep pod test test-all test-slow lint format notebooks clean
 
 help:
-	@echo "make demo       train four residual schemes side by side (about 20"
-	@echo "                minutes on 2 cores) and write runs/demo/report.html"
-	@echo "make sweep      scaling laws of three schemes (45 minutes on 2 cores;"
-	@echo "                stop and rerun it at any time); updates"
-	@echo "                runs/scaling/report.html while it runs"
+	@echo "make demo       train four residual schemes side by side (5 minutes on 2"
+	@echo "                cores; stop and rerun it at any time);"
+	@echo "                runs/demo/report.html follows"
+	@echo "make sweep      a first scaling law of three schemes (15 minutes on 2"
+	@echo "                cores), the same way; runs/first_law/report.html"
 	@echo "make pod        compile the 48B training step for 64 TPU v5p chips, without"
 	@echo "                having them, and report memory and time (about 5 minutes)"
 	@echo "make test       run every law once (about 5 minutes on 2 cores)"
@@ -45,7 +47,7 @@ demo: $(VENV)/.demo-$(VERSION)
 	$(BIN)/python -m experiments.demo.run $(ARGS)
 
 sweep: $(VENV)/.demo-$(VERSION)
-	$(BIN)/python -m experiments.scaling_law.run --max_parallel=$(JOBS) $(ARGS)
+	$(BIN)/python -m experiments.scaling_law.run $(FIRST_LAW) $(ARGS)
 
 pod: $(VENV)/.pod-$(VERSION)
 	$(BIN)/python -m attnres_jax.plan $(POD) $(ARGS)

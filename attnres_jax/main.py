@@ -24,14 +24,10 @@ import sys
 import traceback
 from typing import NoReturn
 
-import jax
-
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import exits
 from attnres_jax.common import files
-from attnres_jax.train import account
-from attnres_jax.train import loop
 from attnres_jax.train import signals
 
 
@@ -62,6 +58,10 @@ def _train(options: argparse.Namespace) -> exits.Exit:
   if not options.workdir:
     raise config_lib.ConfigError("--workdir: missing, expected a folder")
   files.check_folder("--workdir", options.workdir)
+  # JAX, Orbax and Grain, which take seconds, after all that can be wrong.
+  from attnres_jax.train import account
+  from attnres_jax.train import loop
+
   command_line.connect(options)
   try:
     summary = loop.train_and_evaluate(
@@ -74,7 +74,7 @@ def _train(options: argparse.Namespace) -> exits.Exit:
   except Exception as error:
     # What is wrong with a run, all processes find together, but not a device
     # that runs out of memory in a step.
-    alone = isinstance(error, jax.errors.JaxRuntimeError)
+    alone = exits.is_of_jax(error)
     alone |= exits.of_error(error) == exits.Exit.AGAIN
     alone &= not isinstance(error, exits.HeldError)
     if not (options.distributed and alone):
@@ -114,6 +114,8 @@ def _leave(error: Exception) -> NoReturn:
 
   A normal exit would wait for the other processes, which may be dead.
   """
+  import jax
+
   traceback.print_exc()
   reason = str(error).strip().partition("\n")[0]
   print(

@@ -13,6 +13,8 @@ experiments/scaling_law. One of its runs:
   scale     laptop: attention and dense MLPs, bytes of the embedded corpus,
               four sizes, three schemes, three seeds, and at one size Rescaled,
               which has to agree with PreNorm up to noise
+            first: its three smaller sizes with four seeds, and a tenth of the
+            validation split, for a first law in minutes (make sweep)
             laptop_lr: the search for learning rates, under PreNorm and Block
             pod: between these, for a v5e-8 or v6e-8: attention and dense
             MLPs, four sizes from 64M to 381M parameters, three schemes, three
@@ -65,6 +67,8 @@ TINY = {
 PAPER = kimi_linear.SMALL
 SCHEMES = ("prenorm", "block_attnres", "full_attnres")
 SEEDS = (0, 1, 2)
+# What is left out of scale=first, its seeds, and its validation batches.
+TOO_LARGE, FIRST_SEEDS, FIRST_BATCHES = "l", (0, 1, 2, 3), 128
 # The size at which Rescaled is trained as well.
 CONTROL = "s"
 LEARNING_RATES = (3e-3, 6e-3, 12e-3, 24e-3, 48e-3)
@@ -92,7 +96,7 @@ GRAIN = 20
 
 # What `get_config` accepts; tests build every value.
 ARGUMENTS = {
-  "scale": ("laptop", "laptop_lr", "pod", "paper"),
+  "scale": ("laptop", "laptop_lr", "first", "pod", "paper"),
   "size": ("", *LAPTOP),
   "residual": (*SCHEMES, "rescaled"),
   "planned": (False, True),
@@ -132,7 +136,8 @@ def sweep(add, arg):
     return
   # Seed by seed and from small to large, so that half a sweep is already
   # useful.
-  for seed in SEEDS[:1] if arg.scale == "paper" else SEEDS:
+  seeds = {"paper": SEEDS[:1], "first": FIRST_SEEDS}.get(arg.scale, SEEDS)
+  for seed in seeds:
     for size in sizes:
       control = arg.scale == "laptop" and size == CONTROL
       for residual in SCHEMES + ("rescaled",) * control:
@@ -152,7 +157,10 @@ def _parse(arg):
 def _sizes(arg):
   if arg.scale in ("paper", "pod"):
     return PAPER if arg.scale == "paper" else POD
-  return TINY if arg.runlocal else LAPTOP
+  sizes = dict(TINY if arg.runlocal else LAPTOP)
+  if arg.scale == "first":
+    del sizes[TOO_LARGE]
+  return sizes
 
 
 def _laptop(shape, arg):
@@ -165,6 +173,9 @@ def _laptop(shape, arg):
   config.optim.peak_lr, config.optim.final_lr_fraction = lr, 0.0
   config.train.log_every, config.train.eval_every = 40, 0
   config.train.eval_batches, config.train.depth_every = EVERYTHING, 0
+  if arg.scale == "first":
+    config.train.eval_batches = FIRST_BATCHES
+    config.checkpoint.every_steps = 0  # At the end, and when it is stopped.
   tokens = TOKENS_PER_PARAM * _parameters(model)
   # As many bytes as in batches of 16 rows, with which this was compared.
   grain = GRAIN * 16 // ROWS

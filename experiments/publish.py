@@ -7,8 +7,8 @@ r"""Fills in the README of an experiment and draws its figures, from its rows.
 The first command copies the rows of a finished sweep (its folder, or a file of
 rows) to experiments/scaling_law/results.csv; --to selects another file, such as
 --to=learning_rates, and --add keeps the rows of other runs of the same text.
-`PUBLISHED` in the run.py of the experiment says how the rows are used. A test
-keeps documents and rows consistent.
+`PUBLISHED` in the run.py or report.py of the experiment says how the rows are
+used. A test keeps documents and rows consistent.
 """
 # The room exceeds its budget of 4,850 lines by three more questions: what each
 # of all schemes costs and learns (residual_zoo), what depth attention gains
@@ -54,8 +54,9 @@ def load(experiment: str) -> readme.Published:
   Raises:
     ConfigError: it publishes nothing.
   """
-  name = f"experiments.{experiment}.run"
-  if experiment.isidentifier():
+  # In the report, where the command does without figures until it has run.
+  for name in ("run", "report") if experiment.isidentifier() else ():
+    name = f"experiments.{experiment}.{name}"
     try:
       return importlib.import_module(name).PUBLISHED
     except AttributeError:
@@ -65,7 +66,7 @@ def load(experiment: str) -> readme.Published:
         raise
   raise config_lib.ConfigError(
     f"experiment: got {experiment!r}, expected a folder of experiments/ whose"
-    " run.py has PUBLISHED"
+    " run.py or report.py has PUBLISHED"
   )
 
 

@@ -8,6 +8,9 @@ a traceback, one line on stderr says what was wrong.
 `Parser` reads the flags of every command. Those that need a config take
 --config=FILE:ARGUMENTS and --config.FIELD=VALUE, which arrive as a
 `config.Source`. A flag without effect is refused, and ~ is expanded.
+
+Commands import JAX when their flags and config are read, not before: a wrong
+one is told at once, not after seconds of imports.
 """
 
 import argparse
@@ -18,8 +21,6 @@ import re
 import sys
 import typing
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
-
-import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import exits
@@ -60,13 +61,13 @@ def _run(command: Callable[..., Any], *args: Any) -> int:
   except OSError as error:
     where = f"{error.filename}: " if error.filename else ""
     return _report(f"{where}{error.strerror or error}", exits.of_error(error))
-  except (jax.errors.JaxRuntimeError, MemoryError) as error:
-    reason = str(error).strip().partition("\n")[0]
-    message = f"{type(error).__name__}: {reason}"
-    if exits.is_of_options(error):
-      message = f"config.train.compiler_options: {reason}"
-    return _report(message, exits.of_error(error))
-  except (RuntimeError, AssertionError) as error:
+  except (RuntimeError, AssertionError, MemoryError) as error:
+    if exits.is_of_jax(error) or isinstance(error, MemoryError):
+      reason = str(error).strip().partition("\n")[0]
+      message = f"{type(error).__name__}: {reason}"
+      if exits.is_of_options(error):
+        message = f"config.train.compiler_options: {reason}"
+      return _report(message, exits.of_error(error))
     if _has_devices():
       raise
     named = os.environ.get("JAX_PLATFORMS", "")
@@ -323,6 +324,8 @@ def connect(options: argparse.Namespace) -> None:
       fail("--process_id", index, f"0 to {number - 1}")
     if not re.fullmatch(r".+:\d{1,5}", address):
       fail("--coordinator_address", address, "host:port")
+  import jax
+
   try:
     jax.distributed.initialize(**given)
   except ValueError as error:
@@ -367,6 +370,8 @@ def _expanded(value: Any) -> Any:
 
 def _has_devices() -> bool:
   """Whether JAX finds what it is told to use."""
+  import jax
+
   try:
     return bool(jax.devices())
   except (RuntimeError, AssertionError):

@@ -10,11 +10,7 @@ import subprocess
 import time
 from typing import Any
 
-import flax
-import jax
-
 from attnres_jax import config as config_lib
-from attnres_jax.common import sharding
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -25,8 +21,8 @@ def facts() -> dict[str, str]:
     "hardware": hardware(),
     "system": f"{platform.system()} {platform.release()}",
     "python": platform.python_version(),
-    "jax": jax.__version__,
-    "flax": flax.__version__,
+    "jax": jax_version(),
+    "flax": importlib.metadata.version("flax"),
     "commit": commit(),
     "date": time.strftime("%Y-%m-%d", time.gmtime()),
   }
@@ -39,10 +35,15 @@ def compiled() -> dict[str, str]:
   Asked once per process: writing a table changes a file of the checkout.
   """
   return {
-    "jax": jax.__version__,
+    "jax": jax_version(),
     "libtpu": importlib.metadata.version("libtpu"),
     "commit": commit(),
   }
+
+
+def jax_version() -> str:
+  """Of the installed JAX, which is not imported for it."""
+  return importlib.metadata.version("jax")
 
 
 def commit() -> str:
@@ -62,6 +63,8 @@ def commit() -> str:
 
 def hardware() -> str:
   """The devices of this machine; for a CPU its model, cores and memory."""
+  import jax
+
   devices = jax.devices()
   if devices[0].platform != "cpu":
     return f"{len(devices)} x {devices[0].device_kind}"
@@ -84,6 +87,10 @@ def check_size(state: Any) -> None:
   Raises:
     ConfigError: naming the estimate and the limit.
   """
+  import jax
+
+  from attnres_jax.common import sharding
+
   device = jax.local_devices()[0]
   stats = device.memory_stats() or {}
   limit, shares = stats.get("bytes_limit"), 1

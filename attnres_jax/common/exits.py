@@ -5,8 +5,7 @@ Every launcher maps them: a run that diverged or was refused is not restarted.
 """
 
 import enum
-
-import jax
+import sys
 
 from attnres_jax import config as config_lib
 
@@ -52,16 +51,20 @@ def of_error(error: BaseException) -> Exit:
   if isinstance(error, (HeldError, OSError)):
     return Exit.AGAIN
   # The same program needs the same memory again.
-  is_memory = isinstance(error, jax.errors.JaxRuntimeError) and (
-    "RESOURCE_EXHAUSTED" in str(error)
-  )
+  is_memory = is_of_jax(error) and "RESOURCE_EXHAUSTED" in str(error)
   never = is_memory or is_of_options(error) or isinstance(error, _NEVER)
   return Exit.NEVER if never else Exit.AGAIN
+
+
+def is_of_jax(error: BaseException) -> bool:
+  """Whether a program of JAX failed with it. Does not import JAX."""
+  jax = sys.modules.get("jax")
+  return jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def is_of_options(error: BaseException) -> bool:
   """Whether the compiler refuses an option, or its value."""
   words = str(error).partition("\n")[0]
-  return isinstance(error, jax.errors.JaxRuntimeError) and (
+  return is_of_jax(error) and (
     "INVALID_ARGUMENT" in words and "option" in words.lower()
   )

@@ -16,7 +16,6 @@ import os
 from typing import Any
 
 from etils import epath
-import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
@@ -162,7 +161,7 @@ def put(
     if name in overrides
   }
   row |= dict(facts)
-  row |= dict(jax=jax.__version__, commit=environment.commit())
+  row |= dict(jax=environment.jax_version(), commit=environment.commit())
   csv_rows.put(path, row, _KEYS)
 
 

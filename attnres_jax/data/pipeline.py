@@ -19,9 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from attnres_jax import config as config_lib
@@ -29,6 +28,9 @@ from attnres_jax.data import documents
 from attnres_jax.data import packing
 from attnres_jax.data import sources
 from attnres_jax.data import tokenizer as tokenizer_lib
+
+if TYPE_CHECKING:
+  import grain  # With Orbax and TensorStore, 2 s: imported by the first batch.
 
 Batch = dict[str, np.ndarray]
 
@@ -140,6 +142,8 @@ class Dataset:
     Args:
       start_batch: the first batch; reached immediately, however large.
     """
+    import grain
+
     config, is_train = self._config, self._split == documents.TRAIN
     rows = self._shuffled(repeated=is_train)
     if not is_train:
@@ -178,8 +182,10 @@ class Dataset:
     ]
     return {"source": self._config.source, "mixture": each}
 
-  def _shuffled(self, repeated: bool) -> grain.MapDataset:
+  def _shuffled(self, repeated: bool) -> "grain.MapDataset":
     """All rows in order, without end or once."""
+    import grain
+
     config = self._config
     first = config.seed if self._split == documents.TRAIN else _VALIDATION_SEED
     parts = []
@@ -204,7 +210,7 @@ class Batches:
 
   def __init__(
     self,
-    iterator: grain.DatasetIterator,
+    iterator: "grain.DatasetIterator",
     identity: Mapping[str, Any],
     start_batch: int,
   ):

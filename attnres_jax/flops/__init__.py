@@ -17,7 +17,22 @@ does not: FLOPs inside of scans and kernels, the experts of a token, and the
 vectors that a residual scheme moves.
 """
 
-from attnres_jax.flops.operations import FlopsPerToken as FlopsPerToken
-from attnres_jax.flops.operations import flops_per_token as flops_per_token
-from attnres_jax.flops.report import Report as Report
-from attnres_jax.flops.report import make_report as make_report
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from attnres_jax.flops.operations import FlopsPerToken
+  from attnres_jax.flops.operations import flops_per_token
+  from attnres_jax.flops.report import Report
+  from attnres_jax.flops.report import make_report
+
+__all__ = ["FlopsPerToken", "Report", "flops_per_token", "make_report"]
+
+
+def __getattr__(name: str) -> Any:
+  # Imported on demand: the command reads its flags first.
+  if name not in __all__:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  of_report = name in ("Report", "make_report")
+  module = f"{__name__}.{'report' if of_report else 'operations'}"
+  return getattr(importlib.import_module(module), name)

@@ -16,7 +16,6 @@ import sys
 
 from attnres_jax.common import command_line
 from attnres_jax.common import files
-from attnres_jax.flops import report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +33,8 @@ def _report(options: argparse.Namespace) -> None:
   marks = ("schemes", "totals")
   if options.json not in ("-", "", None):
     files.check_output("--json", options.json, marks)
+  from attnres_jax.flops import report
+
   numbers = report.make_report(config)
   text = json.dumps(numbers, indent=2) + "\n"
   if options.json == "-":

@@ -11,21 +11,25 @@ then says so. Recurrent mixers and attention without positions continue in any
 case; rotary positions are often used badly where training had none.
 """
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Iterator, Sequence
 import sys
+from typing import TYPE_CHECKING
 
 from attnres_jax import config as config_lib
-from attnres_jax import data
-from attnres_jax import models
 from attnres_jax.common import command_line
 from attnres_jax.common import text_table
 from attnres_jax.config import fields
-from attnres_jax.data import text_format as text_format_lib
-from attnres_jax.inference import draw
-from attnres_jax.inference import engine as engine_lib
-from attnres_jax.inference import text
+from attnres_jax.inference import settings as settings_lib
 from attnres_jax.inference import trained
+
+if TYPE_CHECKING:
+  from attnres_jax import data
+  from attnres_jax import models
+  from attnres_jax.data import text_format as text_format_lib
+  from attnres_jax.inference import engine as engine_lib
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +60,10 @@ def sample_text(
   Raises:
     ConfigError: a number cannot be used, or the network cannot decode.
   """
-  settings = draw.Settings(temperature=temperature, seed=seed)
+  from attnres_jax.data import text_format as text_format_lib
+  from attnres_jax.inference import text
+
+  settings = settings_lib.Settings(temperature=temperature, seed=seed)
   text_format = text_format_lib.own(tokenizer)
   request = text.request(
     text_format, prompt, num_tokens, settings, past_end=True
@@ -65,11 +72,14 @@ def sample_text(
 
 
 def _sample_run(options: argparse.Namespace) -> None:
-  settings = command_line.of_fields(draw.Settings, options)
+  settings = command_line.of_fields(settings_lib.Settings, options)
   fields.accept("--num_tokens", options.num_tokens, fields.Tokens)
   if "" in options.stop:
     config_lib.fail_argument("--stop", "", "a text")
   config, model = trained.load(options)
+  from attnres_jax.data import text_format as text_format_lib
+  from attnres_jax.inference import text
+
   text_format = text_format_lib.of_data(config.data, options.workdir)
   request = text.request(
     text_format, options.prompt, options.num_tokens, settings,
@@ -99,6 +109,9 @@ def _continue(
   stop: Sequence[str] = (),
 ) -> Iterator[str]:
   """Yields the text of each token when it is drawn."""
+  from attnres_jax.inference import engine as engine_lib
+  from attnres_jax.inference import text
+
   engine = engine_lib.Engine(model, slots=1, length=_length(request))
   for piece in text.complete(engine, text_format, [(request, stop)]):
     yield piece.text
@@ -122,7 +135,7 @@ def _parser() -> command_line.Parser:
     default=256,
     help="how many tokens to add",
   )
-  parser.add_fields(draw.Settings, temperature=0.8)
+  parser.add_fields(settings_lib.Settings, temperature=0.8)
   add(
     "--stop", type=free, action="append", default=[],
     help="end before this text; may be repeated",

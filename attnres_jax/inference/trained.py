@@ -2,15 +2,18 @@
 """The trained network of a command."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax import models
+from attnres_jax import train
 from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.config import fields
-from attnres_jax.train import checkpoint
+
+if TYPE_CHECKING:
+  from attnres_jax import models
 
 
 def add_flags(parser: command_line.Parser) -> None:
@@ -28,7 +31,12 @@ def find(options: argparse.Namespace) -> tuple[epath.Path, int]:
     ConfigError: there is no such run or checkpoint.
   """
   folder = files.check_folder("--workdir", options.workdir, writable=False)
-  steps = checkpoint.all_steps(folder)
+  steps = []
+  if (folder / train.CHECKPOINTS).exists():
+    # Orbax and JAX, which take seconds, once there is something to list.
+    from attnres_jax.train import checkpoint
+
+    steps = checkpoint.all_steps(folder)
   if not steps:
     config_lib.fail_argument(
       "--workdir", options.workdir, "the folder of a run with a checkpoint"
@@ -41,7 +49,9 @@ def find(options: argparse.Namespace) -> tuple[epath.Path, int]:
 
 def load(
   options: argparse.Namespace,
-) -> tuple[config_lib.RunConfig, models.Transformer]:
+) -> "tuple[config_lib.RunConfig, models.Transformer]":
   """The run at --workdir; see `find`."""
   folder, _ = find(options)
+  from attnres_jax.train import checkpoint
+
   return checkpoint.load_model(folder, options.step)

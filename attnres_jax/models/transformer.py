@@ -203,8 +203,12 @@ class Transformer(nnx.Module):
     )
 
 
-def build_model(config: config_lib.ModelConfig, seed: int = 0) -> Transformer:
+def build_model(
+  config: config_lib.ModelConfig, seed: int | jax.Array = 0
+) -> Transformer:
   """A model with freshly drawn parameters, in `config.parameter_dtype`.
+
+  `seed` may be traced.
 
   With the same seed, all schemes draw the same embedding, layers and head,
   because the parameters of a scheme are drawn last. (A scheme may scale the

@@ -19,7 +19,6 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import text_table
 from attnres_jax.config import fields
-from attnres_jax.models import residuals
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import schedule as schedule_lib
@@ -68,6 +67,8 @@ def counts(argv: Sequence[str] | None = None) -> str:
 def _take_config(options: argparse.Namespace) -> None:
   """Replaces what the config of a run says."""
   config = options.config.load()
+  from attnres_jax.models import residuals
+
   model, pipeline = config.model, config.pipeline
   scheme = residuals.abstract_residual(model)
   found = dict(

@@ -22,15 +22,12 @@ import json
 import sys
 from typing import Any
 
-import jax
-
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.common import plans
 from attnres_jax.common import topology
 from attnres_jax.config import fields
-from attnres_jax.plan import report
 
 # Keys of every report.
 _MARKS = ("fits",)
@@ -55,7 +52,12 @@ def make_parser() -> command_line.Parser:
     default=1,
     help="slices, connected by the data center network",
   )
-  add("--step", default="train", choices=report.STEPS, help="what to compile")
+  add(
+    "--step",
+    default="train",
+    choices=("train", "decode"),
+    help="what to compile",
+  )
   add(
     "--until",
     default="code",
@@ -69,11 +71,20 @@ def make_parser() -> command_line.Parser:
 
 
 def _report(options: argparse.Namespace) -> int:
-  # The program is compiled for the topology; nothing runs.
-  jax.config.update("jax_platforms", "cpu")
   if options.json:
     files.check_output("--json", options.json, _MARKS)
-  found = _make_report(options)
+  if not options.topology:
+    raise config_lib.ConfigError(
+      "--topology: missing, expected a slice such as v5e:4x4"
+    )
+  config = command_line.load_config(options.config)
+  import jax
+
+  from attnres_jax.plan import report
+
+  # The program is compiled for the topology; nothing runs.
+  jax.config.update("jax_platforms", "cpu")
+  found = _make_report(config, options)
   print(report.to_text(found))
   if options.json:
     text = json.dumps(found, indent=2)
@@ -81,12 +92,11 @@ def _report(options: argparse.Namespace) -> int:
   return 0 if found["fits"] else 1
 
 
-def _make_report(options: argparse.Namespace) -> Mapping[str, Any]:
-  if not options.topology:
-    raise config_lib.ConfigError(
-      "--topology: missing, expected a slice such as v5e:4x4"
-    )
-  config = command_line.load_config(options.config)
+def _make_report(
+  config: config_lib.RunConfig, options: argparse.Namespace
+) -> Mapping[str, Any]:
+  from attnres_jax.plan import report
+
   slices = options.topology, options.num_slices
   devices = topology.devices(*slices)
   config = plans.resolve(config, devices, options.plans)

@@ -26,7 +26,7 @@ LABELS = {
 
 
 def pflops_days(
-  flops: flops_lib.FlopsPerToken, tokens: float, counting: str
+  flops: "flops_lib.FlopsPerToken", tokens: float, counting: str
 ) -> float:
   """Training compute of `tokens` tokens under one of `COUNTINGS`."""
   if counting not in COUNTINGS:

@@ -16,7 +16,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from attnres_jax import config as config_lib
 
@@ -158,6 +157,8 @@ def fit_schemes(
   Raises:
     ConfigError: a run has diverged; `without_failed` leaves it out.
   """
+  from scipy import stats  # As long as JAX to import.
+
   for own in runs.values():
     refuse_failed(own)
   laws = {

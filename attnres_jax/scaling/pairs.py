@@ -24,7 +24,6 @@ import statistics
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from attnres_jax import config as config_lib
 from attnres_jax.scaling import fit
@@ -53,7 +52,7 @@ class Spread(NamedTuple):
 
   def quantile(self, level: float) -> float:
     """Of a pair's difference: half the width of an interval of this level."""
-    return float(stats.t.ppf((1 + level) / 2, self.freedom) * self.deviation)
+    return float(_stats().t.ppf((1 + level) / 2, self.freedom) * self.deviation)
 
 
 class Difference(NamedTuple):
@@ -213,7 +212,7 @@ def _outlying(apart: Losses) -> set[str]:
     others = [one for other, one in several.items() if other != name]
     rest = sum(of for _, of in others)
     mean = sum(own * of for own, of in others) / rest
-    chance = stats.f.sf(variance / mean, freedom, rest) if mean else 1.0
+    chance = _stats().f.sf(variance / mean, freedom, rest) if mean else 1.0
     if chance > OUTLYING / len(several):
       break
     found.add(name)
@@ -235,3 +234,10 @@ def _spread(together: Sequence[Mapping[int, float]]) -> Spread | None:
   shared = np.minimum.outer(freedoms, freedoms).sum() - freedom
   independent = freedom**2 / (freedom + shared / 4)
   return Spread(math.sqrt(squares / freedom), float(independent))
+
+
+def _stats() -> Any:
+  """SciPy's distributions, which take as long to import as JAX."""
+  from scipy import stats
+
+  return stats

@@ -19,7 +19,6 @@ between sizes. (A few sizes give few degrees of freedom and wide intervals.)
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
 
 from attnres_jax import config as config_lib
 from attnres_jax.scaling import fit
@@ -52,6 +51,8 @@ def effective_speedup(
   Raises:
     ConfigError: too few computes or pairs.
   """
+  from scipy import stats  # As long as JAX to import.
+
   if not 0 < level < 1:
     config_lib.fail_argument("level", level, "a number between 0 and 1")
   slope, slope_error, slope_freedom = _slope(baseline)
@@ -84,6 +85,8 @@ def effective_speedup(
 
 def _slope(runs: fit.Runs) -> tuple[float, float, int]:
   """alpha, its standard error and degrees of freedom, from means of sizes."""
+  from scipy import stats
+
   sizes = list(dict.fromkeys(runs.size))
   rows = [np.array([one == size for one in runs.size]) for size in sizes]
   x = np.array([np.log(runs.compute[own]).mean() for own in rows])

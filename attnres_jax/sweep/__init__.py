@@ -9,13 +9,25 @@ kill has damaged are named, or written again.
   state      how far a run is: one small file, written atomically
   damage     files that cannot be read, named by path and line
   worker     the command that trains one run of a folder
-  launchers  what starts workers: local, ray, jobset, slurm, skypilot, tpu_vm
+  launchers  what starts workers: local, ray, jobset, slurm, skypilot, tpu_vm;
+             together trains seeds as one program
   budget     tokens and chip-hours before a launch
   monitor    progress and time left, read from the files of the runs
   rows       finished runs as a table for fits and files
   preflight  compiles every program for a TPU slice before the launch
-  cli        run, status, collect and report, for experiments with a sweep
+  cli        the flags of run, status, collect and report, for experiments
+  actions    what these do
 
 `attnres_jax.scaling.grid` defines what a sweep is, `attnres_jax.train.claims`
 who may write into a run, `attnres_jax.common.exits` how a worker ends.
 """
+
+LAUNCHERS = (
+  "local",
+  "together",
+  "tpu_vm",
+  "skypilot",
+  "ray",
+  "jobset",
+  "slurm",
+)

@@ -14,6 +14,7 @@ A worker that was killed leaves `running` and a heartbeat that has stopped;
 `status` calls that interrupted.
 """
 
+from collections.abc import Callable
 import dataclasses
 import json
 import time
@@ -119,12 +120,20 @@ class Attempt:
     number: of the attempt, from 1.
   """
 
-  def __init__(self, workdir: epath.Path, claim: claims.Claim, old: State):
+  def __init__(
+    self,
+    workdir: epath.Path,
+    claim: claims.Claim,
+    old: State,
+    spent: Callable[[], float] | None = None,
+  ):
     self.claim = claim
+    self._spent = spent or (lambda: time.time() - self._state.started)
     self.number = old.attempts + 1
     self._workdir = workdir
     self._earlier = old
-    self._chips = account.num_chips(jax.devices())
+    # Who counts the seconds of a device, as one that runs share, uses one.
+    self._chips = account.num_chips(jax.devices()[: 1 if spent else None])
     self._state = dataclasses.replace(
       old,
       status=RUNNING,
@@ -142,7 +151,7 @@ class Attempt:
   @property
   def chip_hours(self) -> float:
     """Of all attempts, until now."""
-    spent = (time.time() - self._state.started) * self._chips
+    spent = self._spent() * self._chips
     return (self._earlier.chip_seconds + spent) / 3600
 
   def end(self, status: str, error: str = "") -> None:
@@ -159,14 +168,21 @@ class Attempt:
     self._state = dataclasses.replace(
       self._state,
       heartbeat=now,
-      seconds=self._earlier.seconds + now - self._state.started,
+      seconds=self._earlier.seconds + self._spent(),
       chip_seconds=self.chip_hours * 3600,
     )
     write(self._workdir, self._state)
 
 
-def begin(workdir: epath.PathLike) -> Attempt | None:
+def begin(
+  workdir: epath.PathLike, spent: Callable[[], float] | None = None
+) -> Attempt | None:
   """Claims a run; None if it is done or another process holds it.
+
+  Args:
+    workdir: of the run.
+    spent: seconds of one device that the attempt has used; by default all
+      since its start, of all devices.
 
   Raises:
     ConfigError: the state of the run is damaged.
@@ -181,7 +197,7 @@ def begin(workdir: epath.PathLike) -> Attempt | None:
     if old.status == DAMAGED:
       raise config_lib.ConfigError(old.error)
     if old.status != DONE:
-      return Attempt(workdir, claim, old)
+      return Attempt(workdir, claim, old, spent)
   except BaseException:
     claim.release()
     raise

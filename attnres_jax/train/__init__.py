@@ -7,3 +7,6 @@ With `common`, the room exceeds its budget by what happens to a run: kills, full
 disks, damaged files, object stores and signals, each with a guarantee in
 docs/reliability.md.
 """
+
+# The folder of a run that Orbax writes into; a wrong folder has none.
+CHECKPOINTS = "checkpoints"

@@ -42,6 +42,7 @@ from orbax.checkpoint import v1 as ocp
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax import train
 from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.common import sharding
@@ -51,7 +52,7 @@ from attnres_jax.train import old_names
 from attnres_jax.train import orbax_s3
 from attnres_jax.train import train_state
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS = train.CHECKPOINTS
 SET_ASIDE = "checkpoints_set_aside"
 _MODEL_PREFIX = "model/"
 _PARTS = "model", "training"

@@ -7,6 +7,7 @@ token by token.
 """
 
 from collections.abc import Callable, Sequence
+import copy
 import itertools
 import math
 import time
@@ -52,18 +53,37 @@ class Evaluator:
 
   def __call__(self, model: Any) -> dict[str, float]:
     """Nats per token (and bits per byte), token count and seconds taken."""
+    return self.each(model, 1)[0]
+
+  def each(self, models: Any, count: int) -> list[dict[str, float]]:
+    """The same for each of `count` models, if the step evaluates so many."""
     start = time.perf_counter()
     sums = [
-      self._eval_step(model, sharding.shard_batch(batch, self._mesh))
+      self._eval_step(models, sharding.shard_batch(batch, self._mesh))
       for batch in self._batches
     ]
     sums = jax.device_get(sums)
-    nats = math.fsum(float(s["loss_sum"]) for s in sums)
-    tokens = math.fsum(float(s["tokens"]) for s in sums)
+    nats, tokens = (
+      [math.fsum(column) for column in zip(*(np.ravel(s[name]) for s in sums))]
+      for name in ("loss_sum", "tokens")
+    )
+    # Of several models, each has its share of the time.
+    seconds = (time.perf_counter() - start) / count
+    return [self._result(*one, seconds) for one in zip(nats, tokens)]
+
+  def with_step(self, eval_step: Any) -> "Evaluator":
+    """The same batches, evaluated by another step."""
+    other = copy.copy(self)
+    other._eval_step = eval_step
+    return other
+
+  def _result(
+    self, nats: float, tokens: float, seconds: float
+  ) -> dict[str, float]:
     result = {"loss": nats / tokens, "tokens": int(tokens)}
     if self._target_bytes:
       result["bits_per_byte"] = nats / math.log(2) / self._target_bytes
-    return result | {"seconds": time.perf_counter() - start}
+    return result | {"seconds": seconds}
 
 
 def _first_batches(dataset: Any, count: int) -> list[Batch]:

@@ -11,9 +11,11 @@ processes, works in a folder at a time; see `claims`.
 Read `train_and_evaluate` top down; the rest of the file is its helpers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import functools
 import platform
+import threading
 import time
 from typing import Any
 
@@ -39,6 +41,9 @@ from attnres_jax.train import start as start_lib
 from attnres_jax.train import step_log
 from attnres_jax.train import train_state
 from attnres_jax.train import watch
+
+# Between two lines about a program that compiles.
+_SAY_SECONDS = 5.0
 
 
 def train_and_evaluate(
@@ -142,26 +147,29 @@ def train_and_evaluate(
     abstract_model = program.abstract_state.model
     lost = goodput.lost(tail.rows, step)
     reads = abstract_model.residual.form
-    _report_start(writer, mesh, step, restored, lost, reads)
     if jax.process_index() == 0:
       counts = datasets["train"].part_tokens
       for line in account.start_lines(config, workdir, parameters, counts):
         print(line, flush=True)
+    report_start(writer, mesh, step, restored, lost, reads)
 
     train_step = _compile(
         writer, step, "train_step", program.train_step,
         program.abstract_state, program.batch_shapes,
     )  # fmt: skip
-    eval_step = _compile(
-        writer, step, "eval_step", program.eval_step,
-        abstract_model, program.batch_shapes,
-    )  # fmt: skip
-    depth_step = None
-    if config.train.depth_every:
-      depth_step = _compile(
-          writer, step, "depth_step", program.depth_step,
-          abstract_model, program.batch_shapes,
-      )  # fmt: skip
+    # These two when they are first used: the first loss is not theirs.
+    later = lambda name, function: functools.cache(
+      lambda: _compile(
+        writer, step, name, function, abstract_model, program.batch_shapes
+      )
+    )
+    eval_step = later("eval_step", program.eval_step)
+    depth_step = later("depth_step", program.depth_step)
+    if jax.process_count() > 1:
+      # All processes at once, and while a signal still ends them at once.
+      eval_step()
+      if config.train.depth_every:
+        depth_step()
 
     if restored:
       state = restored.state
@@ -171,12 +179,13 @@ def train_and_evaluate(
       writer.event(step, "started from", **facts)
     else:
       state = program.init_state()
-    evaluator_of = lambda count: evaluate.Evaluator(
-      count, datasets["validation"], mesh, eval_step, separator_id
+    evaluator_of = functools.cache(
+      lambda count: evaluate.Evaluator(
+        count, datasets["validation"], mesh, eval_step(), separator_id
+      )
     )
     sample, whole = config.train.eval_sample, config.train.eval_batches
-    at_end = evaluator_of(whole)
-    before_end = evaluator_of(sample) if 0 < sample < whole else at_end
+    before_end = sample if 0 < sample < whole else whole
     batches = _batches_from(datasets["train"], config, restored)
     stack.callback(batches.close)
     info = {
@@ -186,7 +195,7 @@ def train_and_evaluate(
     # Orbax's 20 minutes, and four hours for 48B parameters. If a save fails in
     # one process, that and the others wait for each other so long.
     limit = 1200 + parameters // 4_000_000
-    saves = stack.enter_context(_Saves(workdir, config, info, writer, limit))
+    saves = stack.enter_context(Saves(workdir, config, info, writer, limit))
     writer.event(step, "ready", seconds=time.perf_counter() - start)
     collector = stack.enter_context(watch.collector_frozen())
     stalls = watch.StallWatch(collector)
@@ -216,17 +225,19 @@ def train_and_evaluate(
           log.drain()
           with log.paused():
             writer.event(step, "profiled", folder=profiler.stop())
-        if depth_step and (last or _due(step, config.train.depth_every)):
+        every = config.train.depth_every
+        if every and (last or _due(step, every)):
           grad_norm_L = log.drain()["grad_norm_L"]
           with log.paused():
+            measure = depth_step()
             began = time.perf_counter()
-            series = jax.device_get(depth_step(state.model, batch))
+            series = jax.device_get(measure(state.model, batch))
             series["seconds"] = time.perf_counter() - began
             writer.write(step, "depth", **series, grad_norm_L=grad_norm_L)
         if last or _due(step, config.train.eval_every):
           log.drain()
-          evaluator = at_end if last else before_end
           with log.paused():
+            evaluator = evaluator_of(whole if last else before_end)
             writer.write(
               step, "validation", **_evaluate(evaluator, state, config)
             )
@@ -315,7 +326,7 @@ def _report_found(
     writer.event(step, "config changed", changes=fields)
 
 
-def _report_start(
+def report_start(
   writer: metrics_lib.Writer,
   mesh: jax.sharding.Mesh,
   step: int,
@@ -351,8 +362,40 @@ def _compile(
 ) -> Callable[..., Any]:
   """Compiles a jitted function once, and records the time and memory."""
   start = time.perf_counter()
-  compiled = function.lower(*shapes).compile()
+  with _saying(f"compiling {name}"):
+    compiled = function.lower(*shapes).compile()
   seconds = time.perf_counter() - start
+  report_compiled(writer, step, name, seconds, compiled)
+  return compiled
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+  """Says what takes so long, and how long so far, every few seconds."""
+  start, over = time.perf_counter(), threading.Event()
+
+  def say() -> None:
+    while not over.wait(_SAY_SECONDS):
+      seconds = time.perf_counter() - start
+      print(f"{what}: {seconds:.0f} s so far", flush=True)
+
+  thread = threading.Thread(target=say, daemon=True)
+  if jax.process_index() == 0:
+    thread.start()
+  try:
+    yield
+  finally:
+    over.set()
+
+
+def report_compiled(
+  writer: metrics_lib.Writer,
+  step: int,
+  name: str,
+  seconds: float,
+  compiled: Any,
+) -> None:
+  """The event of a compiled program, with its memory."""
   memory = compiled.memory_analysis()
   writer.event(
     step,
@@ -363,7 +406,6 @@ def _compile(
     temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
     peak_bytes=compiler.peak_bytes(compiled) if memory else None,
   )
-  return compiled
 
 
 def _batches_from(
@@ -384,7 +426,7 @@ def _batches_from(
   return dataset.batches(start_batch=rows // config.data.batch_size)
 
 
-class _Saves:
+class Saves:
   """Checkpoints of the run, each reported once it is complete on disk."""
 
   def __init__(
@@ -393,7 +435,7 @@ class _Saves:
     config: config_lib.RunConfig,
     info: dict[str, Any],
     writer: metrics_lib.Writer,
-    seconds: int,
+    seconds: int = 1200,
   ):
     self._workdir = workdir
     self._info = info
@@ -402,7 +444,7 @@ class _Saves:
     self._last_step = self._saver.last_step or 0
     self._pending: tuple[int, float] | None = None
 
-  def __enter__(self) -> "_Saves":
+  def __enter__(self) -> "Saves":
     return self
 
   def __exit__(self, error_type: type | None, *unused) -> None:

@@ -42,6 +42,13 @@ _CONSOLE_TRAIN = (
     "tokens_per_second_per_device", "model_flop_utilisation", "goodput",
     "step_seconds", "moe_max_violation",
 )  # fmt: skip
+# Of these events, too: where and with which versions is for the file.
+_CONSOLE_EVENTS = {
+  "start": None,
+  "resume": ("lost_steps", "lost_seconds"),
+  "compiled": ("function", "seconds"),
+  "ready": None,
+}
 
 
 class MetricsError(config_lib.RunError, ValueError):
@@ -100,6 +107,7 @@ def make_writer(
   *,
   resume_step: int = 0,
   primary: bool = True,
+  console: bool = True,
 ) -> Writer:
   """The sinks that the config requests, on the primary process.
 
@@ -108,14 +116,14 @@ def make_writer(
     config: of the run; `config.log` selects the sinks.
     resume_step: rows after this step are removed from metrics.jsonl.
     primary: whether this process writes.
+    console: whether it prints rows, too.
   """
   if not primary:
     return Writer([])
   workdir = epath.Path(workdir)
-  sinks: list[Sink] = [
-    JsonlSink(workdir / FILE, keep_through=resume_step),
-    Console(config.train.steps, resume_step),
-  ]
+  sinks: list[Sink] = [JsonlSink(workdir / FILE, keep_through=resume_step)]
+  if console:
+    sinks.append(Console(config.train.steps, resume_step))
   for wanted, make in (
     (
       config.log.tensorboard,
@@ -353,7 +361,8 @@ class Console:
     if row["split"] == "train":
       self._train(row)
     elif row["split"] != "depth":
-      self._line(row)
+      if _CONSOLE_EVENTS.get(row.get("event", ""), row) is not None:
+        self._line(row)
 
   def flush(self) -> None:
     self._file.flush()
@@ -376,7 +385,8 @@ class Console:
       self._next_line = time.monotonic() + self._seconds
 
   def _line(self, row: Row) -> None:
-    shown = _CONSOLE_TRAIN if row["split"] == "train" else row
+    shown = _CONSOLE_EVENTS.get(row.get("event", "")) or row
+    shown = _CONSOLE_TRAIN if row["split"] == "train" else shown
     values = [
       f"{name} {_short(row[name])}"
       for name in shown

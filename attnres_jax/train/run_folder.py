@@ -288,6 +288,7 @@ def open_run(
   config: config_lib.RunConfig,
   descriptions: dict[str, Any],
   step: int,
+  console: bool = True,
 ) -> metrics_lib.Writer:
   """Writes the description of the run, and opens its metrics."""
   primary = jax.process_index() == 0
@@ -296,7 +297,7 @@ def open_run(
     files.write(workdir / DATA, json.dumps(descriptions, indent=2) + "\n")
     (workdir / SUMMARY).unlink(missing_ok=True)
   return metrics_lib.make_writer(
-    workdir, config, resume_step=step, primary=primary
+    workdir, config, resume_step=step, primary=primary, console=console
   )
 
 

@@ -27,9 +27,6 @@ import sys
 import threading
 from typing import Any
 
-import jax
-from jax.experimental import multihost_utils
-
 KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -87,6 +84,8 @@ class StopSignal:
     Args:
       leave: ends the process on a signal before `begin_work`; None waits.
     """
+    import jax
+
     self.received: str | None = None
     self._distributed = jax.distributed.is_initialized()
     self._leave = None if self._distributed else leave
@@ -133,6 +132,8 @@ class StopSignal:
   def requested(self, step: int) -> bool:
     """Whether to stop now. Call it once a step, on every process."""
     if self._distributed:
+      from jax.experimental import multihost_utils
+
       # JAX agrees on the number after the last that it was told, which is 0 in
       # a new process. A resumed run has to come by that number, too.
       for number in range(self._told + 1, step + 1):

@@ -138,6 +138,10 @@ class StepLog:
     yield
     self._mark += self._clock() - start
 
+  def pause(self, seconds: float) -> None:
+    """Leaves out seconds that have passed and are not part of a step."""
+    self._mark += seconds
+
   def _judge(self, step: int, seconds: float) -> None:
     """Adds the time of a step to the sums, with an event if it is a stall."""
     wait, self._step_wait = self._step_wait, 0.0

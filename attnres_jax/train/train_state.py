@@ -100,7 +100,7 @@ def make_program(config: config_lib.RunConfig, mesh: Mesh) -> "Program":
   make: Any = spmd.make_pipeline if pipelined else _Whole
   network = make(config, mesh)
   optimizer_lib.make_schedule(config.optim, config.train.steps)
-  shapes = jax.eval_shape(lambda: _init(config))
+  shapes = jax.eval_shape(lambda: init(config, config.seed))
   state = sharding.with_sharding(shapes, sharding.state_sharding(shapes, mesh))
   return Program(config, mesh, network, state)
 
@@ -136,8 +136,8 @@ class Program:
   def init_state(self) -> TrainState:
     """A new state, sharded over the mesh."""
     return jax.jit(
-      _init, static_argnums=0, out_shardings=self._state_shardings
-    )(self.config)
+      init, static_argnums=(0, 1), out_shardings=self._state_shardings
+    )(self.config, self.config.seed)
 
   @functools.cached_property
   def train_step(self) -> Step:
@@ -438,8 +438,9 @@ def _nbytes(variables: Any) -> int:
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
 
 
-def _init(config: config_lib.RunConfig) -> TrainState:
-  model: Any = models.build_model(config.model, config.seed)
+def init(config: config_lib.RunConfig, seed: int | jax.Array) -> TrainState:
+  """A new state, with the weights of a seed, which may be traced."""
+  model: Any = models.build_model(config.model, seed)
   opt_state = optimizer_lib.make_optimizer(config.optim).init(_wide(model))
   zero = jnp.zeros((), jnp.int32)
   average = None

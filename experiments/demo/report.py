@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's report: losses, then what the trained networks read and write."""
+"""The demo's report: losses, then what the trained networks read."""
 
 from collections.abc import Mapping, Sequence
 import functools
@@ -11,26 +11,21 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax import analysis
-from attnres_jax import data
 from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
-from attnres_jax.inference import sample
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
-from attnres_jax.train import metrics
 from experiments.demo import config
 from experiments.looks import run as looks
-from experiments.pages import curves
 from experiments.pages import page
+from experiments.pages import readme
 from experiments.pages import svg
 from experiments.pages import sweep
 from experiments.pages import variants
 
 _BODY = pathlib.Path(__file__).with_name("report_page.html")
 _INSIDE = pathlib.Path(__file__).with_name("report_inside.html")
-_PROMPT, _SAMPLE_TOKENS = "def ", 240
 _BATCH = 16
 
 
@@ -40,12 +35,10 @@ class Look(NamedTuple):
   Attributes:
     depth_weights: of a scheme that attends over depth, else None.
     magnitudes: of one batch.
-    text: continues the prompt; of a scheme's first seed, as are the weights.
   """
 
   depth_weights: analysis.DepthWeights | None
   magnitudes: analysis.Magnitudes
-  text: str
 
 
 def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
@@ -65,93 +58,62 @@ def _answer(
 ) -> page.Html:
   inside = ""
   if all(one.status == state_lib.DONE for one in progress):
-    looks_of: dict[str, list[Look]] = {}
-    for one, run in _whole(progress):
-      known = looks_of.setdefault(one.residual, [])
-      known.append(look(folder, run, first=not known))
+    looks_of: dict[str, Look] = {}
+    for one in progress:
+      if one.run is not None and one.residual not in looks_of:
+        looks_of[one.residual] = look(folder, one.run)
     inside = page.fill(
       _INSIDE.read_text(encoding="utf-8"),
       depth_figure=_depth(looks_of),
       magnitude_figure=_magnitudes(looks_of),
-      samples=_samples(looks_of),
     )
   return page.fill(
     _BODY.read_text(encoding="utf-8"),
-    validation=_validation(folder, progress),
-    gain=variants.more_steps(config.STUDY, rows),
-    table=variants.answer(config.STUDY, rows),
+    lead=page.bold(lead(rows)),
+    table=variants.table(config.STUDY, rows).html() if rows else "",
     inside=inside,
   )
 
 
-def _whole(
-  progress: Sequence[monitor.Progress],
-) -> list[tuple[monitor.Progress, grid.Run]]:
-  """Runs of full length."""
-  return [
-    (one, one.run)
-    for one in progress
-    if one.run is not None and "budget" not in one.run.overrides
-  ]
+def lead(rows: Sequence[variants.Row]) -> str:
+  """What the losses say, in a sentence per scheme that attends over depth."""
+  apart = variants.differences(config.STUDY, rows)
+  sentences = []
+  for name, found in apart.items():
+    variant = config.STUDY.variants[name]
+    if variant.residual == "rescaled" or found.margin is None:
+      continue
+    below, more = -found.mean, found.margin
+    if below > more:
+      text = f"ends **{below:.2f} ± {more:.2f}** nats per token below PreNorm"
+    elif below < -more:
+      text = f"ends **{-below:.2f} ± {more:.2f}** nats per token above PreNorm"
+    else:
+      text = f"cannot be told from PreNorm ({page.difference(found)})"
+    sentences.append(f"{variant.label} {text}.")
+  return " ".join(sentences) or "No scheme is finished yet."
 
 
-def _validation(
-  folder: epath.Path, progress: Sequence[monitor.Progress]
-) -> page.Html:
-  """Losses during the runs of full length, on a sample of the split."""
-  whole = [one for one, _ in _whole(progress)]
-  rows = {
-    one.name: metrics.read_rows(
-      folder / one.name, "validation", on_damage=lambda text: None
-    )
-    for one in whole
-  }
-  tokens = min((own[0]["tokens"] for own in rows.values() if own), default=0)
-
-  def sampled(one: monitor.Progress) -> curves.Curve:
-    # The last row, at the end, reads the whole split.
-    own = [row for row in rows[one.name] if row["tokens"] == tokens]
-    return [(row["step"], row["loss"]) for row in own]
-
-  # All have one setting.
-  panels = list(curves.of_sweep(whole, sampled).values())
-  figure = curves.draw({"Validation": panels[0]}) if panels else None
-  if figure is None:
-    return page.Html("")
-  text = (
-    f"Losses on the same {tokens:,} tokens of the validation split during the"
-    " runs. The table has losses at the end, on the whole split."
-  )
-  return page.fill(
-    "<figure>{{ svg }}<figcaption>{{ text }}</figcaption></figure>\n",
-    svg=svg.to_svg(figure, "validation"),
-    text=text,
-  )
+def results(rows: Sequence[variants.Row]) -> str:
+  """For the README: what the losses say, then the losses."""
+  spread = variants.spread_of(rows, config.STUDY)
+  parts = [lead(rows), variants.table(config.STUDY, rows).markdown()]
+  if spread is not None:
+    parts.append(variants.protocol(spread))
+  return "\n\n".join([*parts, sweep.origin(rows)])
 
 
-def look(folder: epath.Path, run: grid.Run, first: bool) -> Look:
-  """Loads the last checkpoint of a run and looks into its network.
-
-  Only the first seed of a scheme attends for the page and writes.
-  """
+def look(folder: epath.Path, run: grid.Run) -> Look:
+  """Loads the last checkpoint of a run and looks into its network."""
   network = looks.load("", 0, folder / run.name)
   model, tokens_BT = network.model, network.tokens_BT[:_BATCH]
-  magnitudes = analysis.magnitudes(model, tokens_BT)
-  if not first:
-    return Look(None, magnitudes, "")
   weights = None
   if model.residual.source_labels() is not None:
     weights = analysis.depth_weights(model, tokens_BT[:, :-1])
-  text = sample.sample_text(
-    model,
-    data.make_tokenizer(folder_lib.run_config(run).data),
-    _PROMPT,
-    num_tokens=_SAMPLE_TOKENS,
-  )
-  return Look(weights, magnitudes, text)
+  return Look(weights, analysis.magnitudes(model, tokens_BT))
 
 
-def _depth(looks_of: Mapping[str, Sequence[Look]]) -> page.Html:
+def _depth(looks_of: Mapping[str, Look]) -> page.Html:
   """Weights in the first network of each scheme, attention and MLP."""
 
   def draw(scheme: str, found: analysis.DepthWeights, kind: str) -> Any:
@@ -166,7 +128,7 @@ def _depth(looks_of: Mapping[str, Sequence[Look]]) -> page.Html:
 
   return page.join(
     draw(scheme, found.depth_weights, kind)
-    for scheme, (found, *_) in looks_of.items()
+    for scheme, found in looks_of.items()
     if found.depth_weights is not None
     for kind in plots.KINDS
   )
@@ -195,13 +157,12 @@ def what(found: analysis.DepthWeights, kind: str) -> str:
   )
 
 
-def _magnitudes(looks_of: Mapping[str, Sequence[Look]]) -> page.Html:
+def _magnitudes(looks_of: Mapping[str, Look]) -> page.Html:
   def draw(name: str) -> Any:
     figure = figure_lib.Figure(figsize=(4.6, 3.4), layout="constrained")
     axes = figure.subplots()
     measured = {
-      scheme: [one.magnitudes for one in found]
-      for scheme, found in looks_of.items()
+      scheme: [found.magnitudes] for scheme, found in looks_of.items()
     }
     plots.magnitude_panel(axes, measured, name)
     figures.legend(figure, axes, columns=2)
@@ -210,14 +171,9 @@ def _magnitudes(looks_of: Mapping[str, Sequence[Look]]) -> page.Html:
   return page.join(map(draw, ("state_rms", "grad_norm")))
 
 
-def _samples(looks_of: Mapping[str, Sequence[Look]]) -> page.Html:
-  return page.join(
-    page.fill(
-      "<figure><figcaption>{{ scheme }}</figcaption>"
-      "<pre><b>{{ prompt }}</b>{{ sample }}</pre></figure>\n",
-      scheme=page.label(figures.name_of(scheme)),
-      prompt=_PROMPT,
-      sample=found.text,
-    )
-    for scheme, (found, *_) in looks_of.items()
-  )
+_, PUBLISHED = sweep.experiment(
+  __file__,
+  __doc__,
+  places=[readme.Place(results)],
+  figures={"differences.svg": functools.partial(variants.forest, config.STUDY)},
+)

@@ -5,23 +5,38 @@
   python -m experiments.demo.run
 
 The schemes see the same data in the same order, start from the same weights and
-share every hyper-parameter. PreNorm also runs for a fourth and half of the
-steps, which gives the effective speed-ups of the others. The text is one that
-every machine has: the standard library of the running Python. Rerun the same
-command to resume an interrupted demo; finished runs are not repeated.
+share every hyper-parameter; the seeds of a scheme are trained as one program.
+The text is one that every machine has: the standard library of the running
+Python. Rerun the same command to resume an interrupted demo.
 
-Writes report.html, one file that works offline, to --workdir.
+Writes report.html, one file that works offline, to --workdir; it follows while
+the demo trains.
 """
 
+from collections.abc import Sequence
 import sys
+from typing import Any
+
+from etils import epath
 
 from attnres_jax.sweep import cli
-from experiments.demo import config
-from experiments.demo import report
-from experiments.pages import variants
 
-EXPERIMENT, PUBLISHED = variants.experiment(
-  __file__, __doc__, config.STUDY, render=report.render
+
+def render(folder: epath.Path, progress: Sequence[Any]) -> str:
+  """The page; figures are imported once there is something to draw."""
+  from experiments.demo import report
+
+  return report.render(folder, progress)
+
+
+EXPERIMENT = cli.Experiment(
+  program="python -m experiments.demo.run",
+  description=__doc__ or "",
+  config="experiments/demo/config.py",
+  workdir="runs/demo",
+  render=render,
+  launcher="together",
+  refresh_seconds=20.0,
 )
 
 if __name__ == "__main__":

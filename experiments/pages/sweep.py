@@ -25,7 +25,7 @@ from experiments.pages import readme
 from experiments.pages import svg
 
 _BODY = pathlib.Path(__file__).with_name("sweep.html")
-_REFRESH_SECONDS = 60
+_REFRESH_SECONDS = 20
 _MAX_ERROR = 400
 _NO_CURVES = "No run has logged a step yet, or there are too many settings."
 

@@ -20,8 +20,10 @@ from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 from experiments.pages import losses as losses_lib
 from experiments.pages import page
+from experiments.pages import readme
 from experiments.pages import svg
 from experiments.pages import sweep
+from experiments.scaling_law import plans
 
 _ANSWER = pathlib.Path(__file__).with_name("answer.html")
 _RATE = "optim.peak_lr"
@@ -201,3 +203,19 @@ def _interval(estimate: fit_lib.Estimate, digits: int) -> page.Cell:
     return page.Cell(text)
   low, high = f"{estimate.low:.{digits}f}", f"{estimate.high:.{digits}f}"
   return page.Cell(text, f"[{low}, {high}]")
+
+
+PUBLISHED = readme.Published(
+  pathlib.Path(__file__).parent,
+  places=[
+    readme.Place(results),
+    readme.Place(learning_rates, "learning_rates", "learning_rates"),
+    readme.Place(
+      plans.table, "plans", "../../configs/plans", "../../docs/plan.md"
+    ),
+    readme.Place(
+      plans.bought, "budgets", "../../configs/plans", "../../docs/launch.md"
+    ),
+  ],
+  figures={"laws.svg": figure},
+)

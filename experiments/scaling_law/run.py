@@ -9,31 +9,28 @@
 See the README beside this file.
 """
 
+from collections.abc import Sequence
 import sys
+from typing import Any
+
+from etils import epath
 
 from attnres_jax.sweep import cli
-from experiments.pages import readme
-from experiments.pages import sweep
-from experiments.scaling_law import plans
-from experiments.scaling_law import report
 
-EXPERIMENT, PUBLISHED = sweep.experiment(
-  __file__,
-  __doc__,
+
+def render(folder: epath.Path, progress: Sequence[Any]) -> str:
+  """The page; figures are imported once there is something to draw."""
+  from experiments.scaling_law import report
+
+  return report.render(folder, progress)
+
+
+EXPERIMENT = cli.Experiment(
+  program="python -m experiments.scaling_law.run",
+  description=__doc__ or "",
   config="configs/scaling.py",
   workdir="runs/scaling",
-  render=report.render,
-  places=[
-    readme.Place(report.results),
-    readme.Place(report.learning_rates, "learning_rates", "learning_rates"),
-    readme.Place(
-      plans.table, "plans", "../../configs/plans", "../../docs/plan.md"
-    ),
-    readme.Place(
-      plans.bought, "budgets", "../../configs/plans", "../../docs/launch.md"
-    ),
-  ],
-  figures={"laws.svg": report.figure},
+  render=render,
 )
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests import tiny_run
     ("test-slow", 'pytest -n 3 --dist worksteal -m "slow or not slow" -k name'),
     ("lint", "ruff check ."),
     ("demo", "python -m experiments.demo.run -k name"),
-    ("sweep", "python -m experiments.scaling_law.run --max_parallel=3"),
+    ("sweep", "--launcher=together --set threads=3"),
     ("pod", "python -m attnres_jax.plan --config=configs/kimi_linear.py"),
     ("notebooks", "python -m notebooks.execute -k name"),
   ],

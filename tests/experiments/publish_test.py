@@ -18,8 +18,9 @@ from tests.sweep import tiny_sweep
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = sorted(
   path.parent.name
-  for path in (ROOT / "experiments").glob("*/run.py")
-  if "PUBLISHED" in path.read_text()
+  for name in ("run", "report")
+  for path in (ROOT / "experiments").glob(f"*/{name}.py")
+  if "PUBLISHED =" in path.read_text()
 )
 
 

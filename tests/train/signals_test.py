@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+from jax.experimental import multihost_utils
 import pytest
 
 from attnres_jax.train import signals
@@ -90,7 +91,7 @@ def test_several_processes_stop_wherever_a_run_begins(
 
   monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
   name = "reached_preemption_sync_point"
-  monkeypatch.setattr(signals.multihost_utils, name, reached)
+  monkeypatch.setattr(multihost_utils, name, reached)
   stop, steps = signals.StopSignal(), iter(range(first, first + 9))
   assert not any(stop.requested(next(steps)) for _ in range(calls))
   agreed.append(told[-1] + 1)

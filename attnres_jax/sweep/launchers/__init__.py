@@ -23,13 +23,14 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import sweep
 from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import state as state_lib
 
 # In every script that a launcher writes: the worker that it starts.
 MARKS = ("attnres_jax.sweep.worker",)
-LAUNCHERS = ("local", "tpu_vm", "skypilot", "ray", "jobset", "slurm")
+LAUNCHERS = sweep.LAUNCHERS
 
 
 @dataclasses.dataclass(frozen=True)

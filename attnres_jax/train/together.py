@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that differ only in their seeds, trained by one program.
+
+`jax.vmap` maps the step of a run over its seeds, since small networks leave
+most of a processor to overhead. A seed starts from the weights of its ordinary
+run and reads the same batches; only the order of sums differs. Its folder is
+that of an ordinary run, with its share of the time: an N-th of what N seeds
+took. One process, one device.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import itertools
+import threading
+import time
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax.common import sharding
+from attnres_jax.train import checkpoint
+from attnres_jax.train import evaluate
+from attnres_jax.train import goodput
+from attnres_jax.train import loop
+from attnres_jax.train import metrics as metrics_lib
+from attnres_jax.train import run_folder
+from attnres_jax.train import step_log
+from attnres_jax.train import train_state
+
+
+def key(config: config_lib.RunConfig) -> str:
+  """The same for runs that can be trained together."""
+  same_data = dataclasses.replace(config.data, seed=0)
+  same = dataclasses.replace(config, name="", seed=0, data=same_data)
+  return config_lib.to_json(same)
+
+
+class Batches:
+  """What runs read: each split once, whichever runs read it.
+
+  A training split is one per seed of the data, the validation split is one.
+  Groups on several threads share it.
+  """
+
+  def __init__(self):
+    self._lock = threading.RLock()
+    self._datasets: dict[Any, data.Dataset] = {}
+    self._iterators: dict[Any, Iterator[Any]] = {}
+    self._rows: dict[Any, list[Any]] = {}
+    self._evaluators: dict[Any, evaluate.Evaluator] = {}
+
+  def dataset(self, config: config_lib.DataConfig, split: str) -> data.Dataset:
+    place = config, split
+    with self._lock:
+      if place not in self._datasets:
+        self._datasets[place] = data.open_dataset(config, split)
+      return self._datasets[place]
+
+  def train(
+    self, configs: Sequence[config_lib.RunConfig], start: int, stop: int
+  ) -> dict[str, np.ndarray]:
+    """Batches `start` to `stop` of all seeds, [steps, seeds, B, T+1]."""
+    with self._lock:
+      every = [self._read(config.data, stop)[start:stop] for config in configs]
+    return {
+      name: np.stack([[row[name] for row in rows] for rows in zip(*every)])
+      for name in every[0][0]
+    }
+
+  def evaluator(
+    self, config: config_lib.RunConfig, mesh: jax.sharding.Mesh, step: Any
+  ) -> evaluate.Evaluator:
+    """Of the validation batches of a run."""
+    same = dataclasses.replace(config.data, seed=0)
+    place = same, config.train.eval_batches
+    with self._lock:
+      if place not in self._evaluators:
+        tokenizer = data.make_tokenizer(config.data)
+        are_bytes = config.data.tokenizer == "bytes"
+        self._evaluators[place] = evaluate.Evaluator(
+          place[1], self.dataset(same, "validation"), mesh, step,
+          tokenizer.separator_id if are_bytes else None,
+        )  # fmt: skip
+      return self._evaluators[place].with_step(step)
+
+  def _read(self, config: config_lib.DataConfig, count: int) -> list[Any]:
+    if config not in self._iterators:
+      self._iterators[config] = self.dataset(config, "train").batches()
+      self._rows[config] = []
+    rows = self._rows[config]
+    rows += itertools.islice(self._iterators[config], max(0, count - len(rows)))
+    return rows
+
+
+# Orbax's saves, one at a time: they change warnings of the whole process.
+_SAVING = threading.Lock()
+
+
+class Group:
+  """Runs of one configuration and several seeds.
+
+  Attributes:
+    configs: of the runs, with the size of the vocabulary.
+    workdirs: their folders.
+    step: how many steps all of them are trained.
+    seconds: of one run: its share of the time that the group took.
+    losses: training losses by step, [seeds] each, up to `step`.
+    failed: errors of runs that are no longer trained.
+  """
+
+  def __init__(
+    self,
+    configs: Sequence[config_lib.RunConfig],
+    workdirs: Sequence[epath.Path],
+    batches: Batches,
+  ):
+    """Restores the runs; nothing is compiled.
+
+    Raises:
+      ConfigError: runs of this configuration cannot be trained together, or a
+        folder has a run with another one.
+    """
+    first = configs[0]
+    assert {key(config) for config in configs} == {key(first)}
+    for field in ("depth_every", "eval_every", "average_last"):
+      if value := getattr(first.train, field):
+        config_lib.fail(f"train.{field}", value, "0, to train seeds together")
+    if first.train.steps % first.train.log_every:
+      wanted = "a divisor of train.steps, to train seeds together"
+      config_lib.fail("train.log_every", first.train.log_every, wanted)
+    tokenizer = data.make_tokenizer(first.data)
+    self.configs = [c.with_vocab_size(tokenizer.vocab_size) for c in configs]
+    self.workdirs = [epath.Path(workdir) for workdir in workdirs]
+    self.seconds = 0.0
+    self.losses: dict[int, np.ndarray] = {}
+    self.failed: dict[int, config_lib.RunError] = {}
+    self._batches = batches
+    self._first = self.configs[0]
+    mesh = sharding.make_mesh(self._first.mesh, jax.devices()[:1])
+    self.program = train_state.make_program(self._first, mesh)
+    self._replicated = sharding.replicated(mesh)
+    self._train: Any = None
+    self._evaluate: Any = None
+    restored = [self._restored(i) for i in range(len(configs))]
+    (self.step,) = {one.step if one else 0 for one in restored}
+    self._state: Any = None
+    if self.step:
+      states = [one.state for one in restored if one]
+      self._state = jax.tree.map(lambda *a: jnp.stack(a), *states)
+    self._runs = [self._open_run(i, one) for i, one in enumerate(restored)]
+
+  @property
+  def steps(self) -> int:
+    """How many steps the runs are trained in all."""
+    return self._first.train.steps
+
+  @property
+  def is_ready(self) -> bool:
+    """Whether `advance` need not wait for a compiler."""
+    return self._train is not None
+
+  def compile_train(self) -> None:
+    """Compiles several steps at once; may be called on another thread."""
+    start, seeds = time.perf_counter(), len(self.configs)
+    several = lambda tree, n: jax.tree.map(
+      lambda a: jax.ShapeDtypeStruct(
+        (n, *a.shape), a.dtype, sharding=self._replicated
+      ),
+      tree,
+    )
+    states = several(self.program.abstract_state, seeds)
+    rows = self._first.train.log_every
+    batches = several(several(self.program.batch_shapes, seeds), rows)
+
+    def train(states: Any, batches: Any) -> Any:
+      return jax.lax.scan(jax.vmap(self.program.train_step), states, batches)
+
+    if self._state is None:
+      init = lambda seed: train_state.init(self._first, seed)
+      seeds_S = np.array([config.seed for config in self.configs], np.uint32)
+      self._state = jax.jit(jax.vmap(init), out_shardings=self._replicated)(
+        seeds_S
+      )
+    compiled = (
+      jax.jit(train, donate_argnums=0, out_shardings=self._replicated)
+      .lower(states, batches)
+      .compile()
+    )
+    self._report("train_step", start, compiled)
+    self._train = compiled
+
+  def compile_eval(self) -> None:
+    """Compiles the evaluation of all seeds, which the first step needs not."""
+    start = time.perf_counter()
+    step = jax.vmap(self.program.eval_step, in_axes=(0, None))
+    compiled = (
+      jax.jit(step, out_shardings=self._replicated)
+      .lower(self._state.model, self.program.batch_shapes)
+      .compile()
+    )
+    self._report("eval_step", start, compiled)
+    self._evaluate = compiled
+
+  def advance(self) -> None:
+    """Trains all seeds to their next row."""
+    start, stop = time.perf_counter(), self.step + self._first.train.log_every
+    batches = self._batches.train(self.configs, self.step, stop)
+    self._state, metrics = self._train(self._state, batches)
+    metrics = jax.device_get(metrics)
+    seconds = (time.perf_counter() - start) / len(self.configs)
+    for k, loss in enumerate(metrics["loss"]):
+      step = self.step + k + 1
+      self.seconds += seconds / (stop - self.step)
+      self.losses[step] = loss
+      for i, run in enumerate(self._runs):
+        if i not in self.failed:
+          try:
+            run.log.add(step, {name: a[k, i] for name, a in metrics.items()})
+            run.log.drain()
+          except step_log.NonFiniteError as error:
+            self.failed[i] = error
+    self.step = stop
+
+  def finish(self) -> None:
+    """Evaluates, saves and summarises all seeds that did not fail."""
+    if self._evaluate is None:
+      self.compile_eval()
+    start, mesh = time.perf_counter(), self.program.mesh
+    evaluator = self._batches.evaluator(self._first, mesh, self._evaluate)
+    rows = evaluator.each(self._state.model, len(self.configs))
+    for i, (run, row) in enumerate(zip(self._runs, rows)):
+      if i not in self.failed:
+        run.writer.write(self.step, "validation", **row)
+    self.save()
+    self.seconds += (time.perf_counter() - start) / len(self.configs)
+    for i in range(len(self._runs)):
+      if i not in self.failed:
+        run_folder.summarise(
+          self.workdirs[i], self.configs[i], status="finished",
+          step=self.step, parameters=self.parameters, seconds=self.seconds,
+          on_damage=lambda text: None,
+        )  # fmt: skip
+
+  def save(self) -> None:
+    """Saves all seeds that did not fail."""
+    for i, run in enumerate(self._runs):
+      if self.step and i not in self.failed:
+        config, workdir = self.configs[i], self.workdirs[i]
+        dataset = self._batches.dataset(config.data, "train")
+        info = {
+          "config": config_lib.to_dict(config),
+          "fingerprints": run_folder.fingerprints(run.descriptions),
+        }
+        position = {"next_batch": self.step, "dataset": dataset.identity()}
+        with _SAVING, loop.Saves(workdir, config, info, run.writer) as saves:
+          state = jax.tree.map(lambda a, i=i: a[i], self._state)
+          saves.save(self.step, state, position)
+
+  def close(self) -> None:
+    for run in self._runs:
+      run.writer.close()
+
+  @property
+  def parameters(self) -> int:
+    """Of each network."""
+    model = self.program.abstract_state.model
+    return sum(leaf.size for leaf in jax.tree.leaves(model))
+
+  def _restored(self, i: int) -> checkpoint.Restored | None:
+    """The newest checkpoint of a run of this configuration."""
+    changes = run_folder.changes(
+      self.workdirs[i], self.configs[i], self._descriptions(i)
+    )
+    if changes:
+      raise config_lib.ConfigError(
+        run_folder.refusal(self.workdirs[i], changes)
+      )
+    return checkpoint.restore_latest(
+      self.workdirs[i], self.program.abstract_state
+    )
+
+  def _descriptions(self, i: int) -> dict[str, Any]:
+    return {
+      split: self._batches.dataset(self.configs[i].data, split).describe()
+      for split in ("train", "validation")
+    }
+
+  def _open_run(self, i: int, restored: checkpoint.Restored | None) -> "_Run":
+    config, workdir = self.configs[i], self.workdirs[i]
+    tail = metrics_lib.read_tail(workdir, self.step)
+    descriptions = self._descriptions(i)
+    writer = run_folder.open_run(
+      workdir, config, descriptions, self.step, console=False
+    )
+    model = self.program.abstract_state.model
+    loop.report_start(
+      writer, self.program.mesh, self.step, restored,
+      goodput.lost(tail.rows, self.step), model.residual.form,
+    )  # fmt: skip
+    log = step_log.StepLog(
+      config, writer, self.program.mesh,
+      fetch=lambda metrics: metrics, clock=lambda: self.seconds,
+    )  # fmt: skip
+    return _Run(writer, log, descriptions)
+
+  def _report(self, name: str, start: float, compiled: Any) -> None:
+    seconds = (time.perf_counter() - start) / len(self.configs)
+    self.seconds += seconds
+    for run in self._runs:
+      run.log.pause(seconds)
+      loop.report_compiled(run.writer, self.step, name, seconds, compiled)
+
+
+@dataclasses.dataclass
+class _Run:
+  """The open folder of one seed."""
+
+  writer: metrics_lib.Writer
+  log: step_log.StepLog
+  descriptions: Mapping[str, Any]
