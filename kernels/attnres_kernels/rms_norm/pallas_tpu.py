@@ -57,12 +57,12 @@ def forward(
 def backward(
   x_TD: jax.Array, gain_D: jax.Array, gate_TD: jax.Array | None,
   dy_TD: jax.Array, *, eps: float, interpret: Any = False,
-) -> tuple[jax.Array, ...]:  # fmt: skip
-  """Returns the gradients of x and gain, and of the gate if there is one."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
+  """Returns the gradients of x, gain and gate (None without a gate)."""
   rows = _Rows(x_TD, gate_TD, dy_TD, arrays=5)
   call = rows.call
   sums = rows.heads, call.parts, tpu_rows.SUBLANES, call.width
-  dx, dgain, *dgate = pl.pallas_call(
+  dx, dgain, *dgates = pl.pallas_call(
     functools.partial(_backward_kernel, num_tokens=call.tokens, eps=eps),
     grid=(rows.heads, call.parts, call.tiles // call.parts),
     in_specs=rows.in_specs(gain_D),
@@ -85,7 +85,10 @@ def backward(
     name="rms_norm_backward",
   )(*rows.operands(gain_D))
   dgain = dgain.sum(axis=(0, 1, 2))
-  return dx.reshape(x_TD.shape), dgain, *(a.reshape(x_TD.shape) for a in dgate)
+  # As many as autodiff of the plain form returns: a switch by platform has
+  # branches of one structure.
+  dgate = dgates[0].reshape(x_TD.shape) if dgates else None
+  return dx.reshape(x_TD.shape), dgain, dgate
 
 
 class _Rows:
