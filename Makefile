@@ -23,7 +23,7 @@ PYTEST := -m pytest -n $(JOBS) --dist worksteal
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sweep pod test test-slow lint format notebooks clean
+.PHONY: help demo sweep pod test test-all test-slow lint format notebooks clean
 
 help:
 	@echo "make demo       train four residual schemes side by side (5 minutes on 2"
@@ -33,8 +33,9 @@ help:
 	@echo "                cores), the same way; runs/first_law/report.html"
 	@echo "make pod        compile the 48B training step for 64 TPU v5p chips, without"
 	@echo "                having them, and report memory and time (about 5 minutes)"
-	@echo "make test       run the tests"
-	@echo "make test-slow  run the slow tests too"
+	@echo "make test       run every law once (about 5 minutes on 2 cores)"
+	@echo "make test-all   run more cases and longer tests, too (about 12 minutes)"
+	@echo "make test-slow  run all of these and the slow tests"
 	@echo "make lint       check style and types"
 	@echo "make format     apply the style"
 	@echo "make notebooks  run the notebooks"
@@ -52,6 +53,9 @@ pod: $(VENV)/.pod-$(VERSION)
 	$(BIN)/python -m attnres_jax.plan $(POD) $(ARGS)
 
 test: $(VENV)/.dev-$(VERSION)
+	$(BIN)/python $(PYTEST) -m "not more and not slow" $(ARGS)
+
+test-all: $(VENV)/.dev-$(VERSION)
 	$(BIN)/python $(PYTEST) $(ARGS)
 
 test-slow: $(VENV)/.dev-$(VERSION)

@@ -33,6 +33,7 @@ from configs import paired
 BASELINE, CONTROL = "prenorm", "control"
 DEMO, LAPTOP, DEEP = "demo", "laptop", "deep"
 D768, PAPER = "d768", "paper"
+DEMO_SUBLAYERS = 8
 # The budget of `Study.longer`.
 TWICE = 2.0
 
@@ -157,8 +158,13 @@ class Study:
     """Variants that are not trained at a scale."""
     # Rows of the other study are committed for the laptop's scale only. The
     # epsilon of the control is twice the small scales'.
+    too_deep = {
+      name
+      for name, variant in self.variants.items()
+      if variant.fields.get("model.residual.block_size", 0) > DEMO_SUBLAYERS
+    }
     every = {
-      DEMO: set(self.deeper),
+      DEMO: too_deep | set(self.deeper),
       LAPTOP: {*self.shared, *self.deeper},
       DEEP: set(),
       D768: {CONTROL, *self.deeper},

@@ -3,8 +3,8 @@
 
 A config file lists its arguments in `ARGUMENTS`: each key of `parse_arg` with
 its values. Each value is built in turn, with and without `runlocal`, and the
-others at their defaults. Full sizes are slow, except the first of each file,
-and so are all combinations, unless there are many.
+others at their defaults. Full sizes are slow, except the first of each file
+(`more`), and so are all combinations, unless there are many.
 """
 
 import dataclasses
@@ -46,8 +46,9 @@ def _arguments():
     in_turn = [{key, "runlocal"} for key in arguments if key != "runlocal"]
     some = list(_combined(arguments, in_turn))
     for i, arg in enumerate(some):
-      slow = "runlocal=False" in arg and i > 0
-      marks = [pytest.mark.slow] * slow
+      marks = []
+      if "runlocal=False" in arg:
+        marks = [pytest.mark.slow if i else pytest.mark.more]
       yield pytest.param(file, arg, id=f"{file.stem}:{arg}", marks=marks)
     every = list(_combined(arguments, [arguments]))
     for arg in every if len(every) <= MOST_COMBINATIONS else ():

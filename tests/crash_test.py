@@ -87,6 +87,7 @@ def _stop(workdir, fields, kind):
   return stopped["step"]
 
 
+@pytest.mark.more
 def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
   broken = tmp_path / "broken"
   # SIGKILL during a save. The first attempt almost always works.
@@ -105,6 +106,7 @@ def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
   tiny_run.assert_same_run(whole, broken)
 
 
+@pytest.mark.more
 def test_a_signal_during_compilation_ends_the_run_at_once(fields, tmp_path):
   # Programs that no cache has, so that there is something to compile.
   process = tiny_run.start(tmp_path, fields | {"model.width": 24})

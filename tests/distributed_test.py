@@ -38,6 +38,7 @@ WHOLE = {"mesh.data": 2}
 STAGES = {"mesh.stage": 2, "mesh.data": 1, "pipeline.microbatches": 2}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "first,then",
   [
@@ -94,6 +95,7 @@ def test_two_processes_stop_and_die_together_and_equal_one(
       np.testing.assert_allclose(*values, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_all_processes_learn_that_the_folder_is_taken(fields, tmp_path):
   claim = claims.acquire(tmp_path)
   before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -120,6 +122,7 @@ if sys.argv[2] == "0":
 """
 
 
+@pytest.mark.more
 def test_a_process_that_is_refused_alone_does_not_wait_for_ever():
   address = tiny_run.free_address()
   processes = [

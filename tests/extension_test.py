@@ -109,6 +109,7 @@ def test_letters_say_how_to_train_and_cut_it():
   )
 
 
+@pytest.mark.more
 def test_a_pipeline_on_a_mesh_takes_the_plain_step():
   _, plain, metrics = _step(_config())
   for part in (plain.residual.factor, plain.sublayers["shift"].core.now):
@@ -142,6 +143,7 @@ def test_compiles_for_a_slice_that_is_not_here():
   assert "fits" in json.dumps(found)
 
 
+@pytest.mark.more
 def test_sweeps_trains_and_is_plotted(tmp_path):
   source = tiny_sweep.write(
     tmp_path / "sweep.py",

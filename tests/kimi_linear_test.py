@@ -93,6 +93,7 @@ def test_48b_is_that_of_the_paper(size, batch_tokens, steps):
   assert (config.optim.name, config.optim.schedule) == ("muon", "wsd")
 
 
+@pytest.mark.more
 def test_it_learns(whole):
   rows = tiny_run.rows(whole, "train")
   # Bytes: ln(257) = 5.55 at first; below 4 once the letter frequencies are
@@ -103,6 +104,7 @@ def test_it_learns(whole):
   assert validation[STEPS]["loss"] < validation[12]["loss"] < rows[1]["loss"]
 
 
+@pytest.mark.more
 def test_experts_are_reported_and_balanced(whole, config):
   rows = tiny_run.rows(whole, "train")
   for row in rows.values():

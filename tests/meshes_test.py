@@ -115,6 +115,7 @@ def test_a_network_of_several_kinds():
   assert experts.addressable_shards[0].data.size * 8 == experts.size
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mesh", EXPERT_MESHES)
 def test_experts_alone_and_with_each_other_axis(mesh):
   state = _assert_same_step(mesh, **EXPERTS)
@@ -122,6 +123,7 @@ def test_experts_alone_and_with_each_other_axis(mesh):
   assert np.any(state.model.sublayers["moe"].core.selection_bias[...])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "mesh,collectives",
   [

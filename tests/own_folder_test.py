@@ -6,6 +6,7 @@ import shutil
 
 import hypothesis
 from hypothesis import strategies as st
+import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.train import checkpoint
@@ -99,6 +100,7 @@ def _check(root, others, named):
       assert after[name] == content, name
 
 
+@pytest.mark.more
 def test_a_run_replaces_no_file_of_others(tmp_path):
   settings = hypothesis.settings(
     max_examples=30, deadline=None, derandomize=True, database=None,

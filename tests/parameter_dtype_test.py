@@ -18,14 +18,14 @@ from tests import tiny_network
 from tests.interop import small_checkpoint
 
 # What stays float32: vectors, scores of experts, gates in exponents.
-WIDE = r"gain|_conv|a_log|dt_bias|selection_bias|router|beta|_down|_up"
+WIDE = (
+  r"gain|_conv|a_log|dt_bias|selection_bias|router|beta|_down|(gate|decay)_up"
+)
 
 
-def _run(parameter_dtype, microbatches):
+def _run(parameter_dtype, microbatches, mixers):
   model = tiny_network.config(
-    mixers=("kda", "mla"),
-    parameter_dtype=parameter_dtype,
-    **{k: v for k, v in tiny_network.KINDS.items() if k != "mixers"},
+    **tiny_network.KINDS | dict(mixers=mixers, parameter_dtype=parameter_dtype)
   )
   run = config_lib.RunConfig(
     model=model,
@@ -53,11 +53,16 @@ def _kinds(tree):
 
 
 @pytest.mark.parametrize(
-  "microbatches", [pytest.param(1, marks=pytest.mark.slow), 2]
+  "microbatches,mixers",
+  [
+    (1, ("attention",)),
+    pytest.param(2, ("kda", "mla"), marks=pytest.mark.more),
+    pytest.param(1, ("kda", "mla"), marks=pytest.mark.slow),
+  ],
 )
-def test_a_step_is_that_of_float32_but_for_rounding(microbatches):
-  narrow = _run("bfloat16", microbatches)
-  wide = _run("float32", microbatches)
+def test_a_step_is_that_of_float32_but_for_rounding(microbatches, mixers):
+  narrow = _run("bfloat16", microbatches, mixers)
+  wide = _run("float32", microbatches, mixers)
   state = narrow.init_state()
   found = _kinds(state.model)
   for name, dtype in found.items():
@@ -91,6 +96,7 @@ def test_a_step_is_that_of_float32_but_for_rounding(microbatches):
   assert moved > 0.005
 
 
+@pytest.mark.more
 def test_imported_weights_stay_as_they_are(tmp_path):
   small_checkpoint.write(tmp_path, "kimi_linear", dtype="BF16")
   source = huggingface.read(tmp_path)

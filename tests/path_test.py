@@ -5,12 +5,12 @@ import pathlib
 import sys
 
 import jax
-import pytest
 
 import attnres_jax
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.train import train_state
+from tests import tiers
 
 # A step of PreNorm runs through the trunk, mixers, norms, loss and optimiser.
 # Block adds its scheme, its reads and their two operators.
@@ -23,7 +23,7 @@ _LEFT_OUT = (
 )
 
 
-@pytest.mark.parametrize("residual", MOST)
+@tiers.parametrize("residual", MOST, first=["block_attnres"])
 def test_a_step_is_followed_through_few_files(residual):
   """Counts the files whose functions run while a plain step is traced.
 

@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import typing
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import exits
@@ -131,6 +131,8 @@ class Parser(argparse.ArgumentParser):
     """
     kind = options.get("type")
     checked = kind in (int, float) or typing.get_origin(kind) is Annotated
+    if typing.get_origin(kind) is Literal:
+      options["type"] = str  # The dataclass of the field checks it.
     if checked:
       plain = fields_lib.plain(kind)
       options["type"] = fields_lib.integer if plain is int else plain

@@ -9,7 +9,8 @@ The only module with names of mesh axes:
   fsdp     rows of a batch; parameters and optimiser state are sharded, and
            gathered where they are used
   expert   rows of a batch; each device owns some experts, and tokens are sent
-           to them
+           to them. Between uses, fsdp shards the experts of a device: each
+           matrix stays in one piece
   tensor   heads, hidden units and vocabulary of every matrix; all devices
            compute on the same rows. Between sublayers, where tokens are
            independent, each has its own tokens (sequence parallelism)
@@ -68,8 +69,9 @@ _BY_ROW = {
 # Letter of an axis of a matrix (see `attnres_jax.models`) -> the mesh axis that
 # shards it. Other letters are not sharded: a head, a rank, scores of experts.
 CUTS = {"D": FSDP, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR}
-# The same for axes that stack matrices.
-STACK_CUTS = {"E": EXPERT}
+# The same for axes that stack matrices. Whole experts are gathered: parts of
+# their matrices would have to be put together, by copies of all of them.
+STACK_CUTS = {"E": (EXPERT, FSDP)}
 
 
 class Parameter(NamedTuple):
@@ -284,8 +286,13 @@ def at_rest(parameter: Parameter) -> PartitionSpec:
   """How a parameter (or its moments) is sharded between steps."""
   cuts = _cuts(parameter.axes)
   stacked = parameter.value.ndim - len(cuts) if cuts else 0
-  axes = [None] * stacked + [(FSDP, STAGE) if a == FSDP else a for a in cuts]
-  return PartitionSpec(*axes)
+  axes = [(*_named(a), STAGE) if FSDP in _named(a) else a for a in cuts]
+  return PartitionSpec(*[None] * stacked, *axes)
+
+
+def axes_at_rest(parameter: Parameter) -> set[str]:
+  """The mesh axes that shard a parameter between steps."""
+  return {axis for axes in at_rest(parameter) for axis in _named(axes)}
 
 
 def ambient(mesh: Mesh) -> contextlib.AbstractContextManager:
@@ -447,7 +454,9 @@ def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def row_cut(axes: str) -> PartitionSpec:
   """How `ROWS` shard a matrix of one sublayer with these letters."""
-  return PartitionSpec(*(a if a in ROWS else None for a in _cuts(axes)))
+  return PartitionSpec(
+    *(a if {*ROWS}.issuperset(_named(a)) else None for a in _cuts(axes))
+  )
 
 
 def cut_dim(part: jax.Array, dim: int, size: int) -> int | None:
@@ -571,23 +580,29 @@ def _nearest(size: int, fitting: Sequence[int]) -> str:
   return " or ".join(map(str, sorted(near)))
 
 
-def _cuts(axes: str) -> list[str | None]:
-  """The mesh axis of each letter of a matrix; none for a vector."""
+def _cuts(axes: str) -> Sequence[str | tuple[str, ...] | None]:
+  """The mesh axes of each letter of a matrix; none for a vector."""
   if "|" not in axes:
     return []
   *stack, rows, columns = axes.split("|")
-  return [
-    *(STACK_CUTS.get(letter) for letter in "".join(stack)),
-    *(CUTS.get(letter) for letter in rows + columns),
-  ]
+  stacked = [STACK_CUTS.get(letter) for letter in "".join(stack)]
+  taken = {axis for axes in stacked for axis in _named(axes)}
+  cuts = (CUTS.get(letter) for letter in rows + columns)
+  return [*stacked, *(None if axis in taken else axis for axis in cuts)]
+
+
+def _named(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+  """The mesh axes of one entry of a PartitionSpec."""
+  if axes is None:
+    return ()
+  return axes if isinstance(axes, tuple) else (axes,)
 
 
 def _check_cut(
   name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> None:
   for size, axes in zip(shape, spec):
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    cut = [axis for axis in axes if axis and mesh.shape[axis] > 1]
+    cut = [axis for axis in _named(axes) if mesh.shape[axis] > 1]
     parts = math.prod(mesh.shape[axis] for axis in cut)
     if size % parts:
       config_lib.fail(

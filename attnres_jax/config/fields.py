@@ -41,6 +41,8 @@ _DECAY = Accepted(lambda x: 0 <= x < 1, "a number of at least 0, below 1")
 Size = Annotated[int, _ABOVE_0]
 Count = Annotated[int, _AT_LEAST_0]
 Devices = Annotated[int, _DEVICES]
+# Of a file, which may have more than an int32 counts.
+FileBytes = Annotated[int, _ABOVE_0._replace(most=2**62)]
 # Limits for what is unrolled in a program or started at the same time.
 Layers = Annotated[int, _ABOVE_0._replace(most=2_000)]
 Iterations = Annotated[int, _ABOVE_0._replace(most=100)]

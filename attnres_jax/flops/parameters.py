@@ -111,7 +111,7 @@ def _count(
   size, idle = parameter.value.size, 0
   if part == "embedding" and not model.tie_embeddings:
     idle = size  # A token looks up one row; the head is a product.
-  if parameter.axes.startswith("E|"):
+  if parameter.is_matrix and parameter.axes.startswith("E"):
     idle = (
       size // model.moe.num_experts * (model.moe.num_experts - model.moe.top_k)
     )

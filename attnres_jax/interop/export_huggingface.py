@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )  # fmt: skip
   add("--family", choices=tuple(families.FAMILIES), help="found by default")
   add(
-    "--shard_bytes", type=fields.Size, default=huggingface.SHARD_BYTES,
+    "--shard_bytes", type=fields.FileBytes, default=huggingface.SHARD_BYTES,
     help="largest file in bytes, unless a tensor is larger",
   )  # fmt: skip
   return command_line.run(_export, parser.parse_args(argv))

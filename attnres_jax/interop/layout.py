@@ -38,7 +38,7 @@ class Names:
 
 # By kind of sublayer: each leaf below `core`, and the name of its tensor, to
 # which `.weight` is added unless it is a bias or A_log. `{}` stands for the
-# number of an expert.
+# number of an expert; a bar separates the tensors of a further axis.
 _HEADS = "query q_proj  key k_proj  value v_proj  output o_proj "
 KINDS = {
   "attention": _HEADS + """
@@ -60,7 +60,7 @@ KINDS = {
   "mlp": "gate gate_proj  up up_proj  down down_proj",
   "moe": """
     router gate               selection_bias gate.e_score_correction_bias
-    gate experts.{}.w1        up experts.{}.w3        down experts.{}.w2
+    gate_and_up experts.{}.w1|experts.{}.w3   down experts.{}.w2
     latent_down routed_expert_down_proj   shared/gate shared_experts.gate_proj
     latent_up routed_expert_up_proj       shared/up shared_experts.up_proj
     latent_norm/gain routed_expert_norm   shared/down shared_experts.down_proj
@@ -107,12 +107,13 @@ def _rules(
     layers = [
       f"model.layers.{l // 2}." for l, k in enumerate(kinds) if k == kind
     ]
-    for leaf, name in _tensors(kind, leaves):
-      stack = [name]
-      if "{}" in name:
-        stack = [name.format(e) for e in range(config.moe.num_experts)]
-      tensors = [layer + one for layer in layers for one in stack]
-      layout = dict(stack=1 + ("{}" in name)) | _layout(leaf, names)
+    for leaf, stack in _tensors(kind, leaves):
+      several = len(stack) > 1
+      if of_experts := "{}" in stack[0]:
+        experts = range(config.moe.num_experts)
+        stack = [name.format(e) for e in experts for name in stack]
+      tensors = [layer + name for layer in layers for name in stack]
+      layout = dict(stack=1 + of_experts + several) | _layout(leaf, names)
       yield rule(at + leaf, tensors, **layout)
   if "residual/queries/query" in shapes:  # As Kimi K3 names them.
     reads = [
@@ -125,19 +126,21 @@ def _rules(
     yield rule("residual/queries/gain", norm, stack=1)
 
 
-def _tensors(kind: str, leaves: Collection[str]) -> Iterator[tuple[str, str]]:
+def _tensors(
+  kind: str, leaves: Collection[str]
+) -> Iterator[tuple[str, list[str]]]:
   """The leaves of a kind, and their tensors below a layer."""
   norm = "post_attention" if kind in ("mlp", "moe") else "input"
-  yield "norm/gain", f"{norm}_layernorm.weight"
+  yield "norm/gain", [f"{norm}_layernorm.weight"]
   parent = {"mlp": "mlp", "moe": "block_sparse_moe"}.get(kind, "self_attn")
   words = KINDS[kind].split()
   for leaf, name in zip(words[::2], words[1::2]):
     if leaf == "query" and "core/query_down" in leaves:
       name = "q_b_proj"  # From a latent.
     if not name.endswith(("bias", "A_log")):
-      name += ".weight"
+      name = name.replace("|", ".weight|") + ".weight"
     if f"core/{leaf}" in leaves:
-      yield f"core/{leaf}", f"{parent}.{name}"
+      yield f"core/{leaf}", [f"{parent}.{part}" for part in name.split("|")]
 
 
 def _layout(leaf: str, names: Names) -> dict[str, Any]:
@@ -148,6 +151,8 @@ def _layout(leaf: str, names: Names) -> dict[str, Any]:
     )
   if leaf.endswith(("gain", "bias")):
     return {}
+  if leaf == "core/gate_and_up":
+    return dict(columns=1)
   if leaf.endswith("_conv"):
     return _LINEAR | dict(ones=(0, 1, 0))
   return _LINEAR | dict(columns=1 + (leaf == "core/output"))

@@ -8,6 +8,7 @@ Array names end in their axes. One table for the whole code base:
   H  head width            F  MLP width            V  vocabulary, value width
   L  stacked layers        M  depth sources        Q  depth queries of one block
   E  experts               R  rank                 W  taps of a convolution
+  G  gate and up of an expert
   C  coefficients of a residual scheme, whose streams are M, too
 
 The paper uses other letters (L sublayers, N blocks, S sublayers per block);

@@ -4,8 +4,12 @@
 Each device along the axis `expert` owns some experts and some tokens. Every
 device gathers all tokens (an all-gather), applies its own experts to the tokens
 that are routed to them, and returns the partial sums to the owners of the
-tokens (an all-to-all), which add them up in float32. No token is dropped,
+tokens (a reduce-scatter in the dtype of activations). No token is dropped,
 whatever the router does, and all shapes are static.
+
+Along `fsdp`, each device stores a part of those experts, and gathers the others
+before it uses them. They are sent as rows of one matrix, which a TPU receives
+in the order in which its kernels read them.
 
 With n devices along the axis, U tokens per device and width D, a device sends
 (n - 1) U D numbers and returns as many, in the dtype of the activations. The
@@ -22,10 +26,10 @@ is a sum over the hidden units.
 
 Axes: U tokens of this device; A = n U tokens of all devices; K experts of a
 token; E experts of this device; P = A K pairs (token, expert); J rows of a
-piece.
+piece; G gate and up; C = 2 F, both side by side.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -42,6 +46,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import grouped_matmul
 from attnres_jax.models import linear
 from attnres_jax.models import mlp
+from attnres_kernels import dispatch
 
 # Rows of a piece, over the rows of a device if experts are balanced. More rows
 # need a second piece, which reads the weights again.
@@ -55,8 +60,7 @@ def apply_experts(
   weight_UK: jax.Array,
   expert_UK: jax.Array,
   sizes: jax.Array,
-  gate_EDF: jax.Array,
-  up_EDF: jax.Array,
+  gate_and_up_EGFD: jax.Array,
   down_EFD: jax.Array,
 ) -> jax.Array:
   """The weighted sum of each token's gated experts, on any device.
@@ -70,15 +74,14 @@ def apply_experts(
     weight_UK: of the outputs of their experts, float32.
     expert_UK: the experts, numbered across all devices.
     sizes: number of these tokens that each expert of all devices has.
-    gate_EDF: this device's experts, float32, like the other two; `fsdp` may cut
-      their side D.
-    up_EDF: see above.
+    gate_and_up_EGFD: of this device's experts, or of the part that it has along
+      `fsdp`; float32, like the next.
     down_EFD: see above.
 
   Returns:
     [U, D] in the dtype of `x_UD`.
   """
-  arguments = x_UD, weight_UK, expert_UK, sizes, gate_EDF, up_EDF, down_EFD
+  arguments = x_UD, weight_UK, expert_UK, sizes, gate_and_up_EGFD, down_EFD
   return _forward(activation, *arguments)[0]
 
 
@@ -87,22 +90,25 @@ def _forward(
   weight_UK: jax.Array, expert_UK: jax.Array, sizes: jax.Array,
   *weights: jax.Array,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-  pairs = _Pairs.sort(expert_UK, weight_UK, sizes, weights[0].shape[0])
+  num_local = _num_local(weights[0], sizes)
+  pairs = _Pairs.sort(expert_UK, weight_UK, sizes, num_local)
   x_AD = pairs.from_all(x_UD)
-  gate, up, down = _gather(weights, x_UD)
+  gate_and_up_ECD, down_EFD = (
+    _gather(w, num_local, x_UD.dtype) for w in weights
+  )
 
   def one_piece(piece, y_AD):
     x_JD = piece.rows_of(x_AD)
-    products = piece.multiply(x_JD, gate), piece.multiply(x_JD, up)
-    hidden_JF = piece.units(activation, *products, piece.weight_J)
-    return piece.add(y_AD, piece.multiply(hidden_JF, down)), products
+    both_JC = piece.multiply(x_JD, gate_and_up_ECD, transposed=True)
+    hidden_JF = piece.units(activation, both_JC, piece.weight_J)
+    return piece.add(y_AD, piece.multiply(hidden_JF, down_EFD)), both_JC
 
   zeros_AD = jnp.zeros(x_AD.shape, weight_UK.dtype)
-  y_AD, products = one_piece(pairs.piece(0), zeros_AD)
+  y_AD, both_JC = one_piece(pairs.piece(0), zeros_AD)
   y_AD = pairs.more_pieces(lambda *args: one_piece(*args)[0], y_AD)
   kept = None
   if pairs.devices == 1:
-    kept = [ad_checkpoint.checkpoint_name(a, linear.PRODUCT) for a in products]
+    kept = ad_checkpoint.checkpoint_name(both_JC, linear.PRODUCT)
   residuals = x_UD, weight_UK, expert_UK, sizes, weights, kept
   return pairs.to_owners(y_AD, x_UD), residuals
 
@@ -111,24 +117,23 @@ def _backward(
   activation: config_lib.ActivationConfig, residuals: Any, dy_UD: jax.Array
 ) -> tuple[jax.Array | None, ...]:
   x_UD, weight_UK, expert_UK, sizes, weights, kept = residuals
-  pairs = _Pairs.sort(expert_UK, weight_UK, sizes, weights[0].shape[0])
+  num_local = _num_local(weights[0], sizes)
+  pairs = _Pairs.sort(expert_UK, weight_UK, sizes, num_local)
   x_AD, dy_AD = pairs.from_all(x_UD), pairs.from_all(dy_UD)
-  gate, up, down = _gather(weights, x_UD)
-  # With the gradients of gate and up side by side, one product gives that of
-  # the rows, where the sum of two would be read and written again.
-  gate_and_up = jnp.concatenate([gate, up], axis=2)
+  gate_and_up_ECD, down_EFD = (
+    _gather(w, num_local, x_UD.dtype) for w in weights
+  )
 
-  def one_piece(piece, sums, products=None):
+  def one_piece(piece, sums, both_JC=None):
     dx_AD, dweight_P, dweights = sums
     x_JD, dy_JD = piece.rows_of(x_AD), piece.rows_of(dy_AD)
-    if products is None:
-      products = piece.multiply(x_JD, gate), piece.multiply(x_JD, up)
+    if both_JC is None:
+      both_JC = piece.multiply(x_JD, gate_and_up_ECD, transposed=True)
     units = functools.partial(piece.units, activation)
-    hidden_JF, pull = jax.vjp(units, *products, piece.weight_J)
-    *dproducts, dweight_J = pull(piece.multiply(dy_JD, down, transposed=True))
-    dboth_JH = jnp.concatenate(dproducts, axis=1)
-    dx_JD = piece.multiply(dboth_JH, gate_and_up, transposed=True)
-    factors = *((x_JD, d) for d in dproducts), (hidden_JF, dy_JD)
+    hidden_JF, pull = jax.vjp(units, both_JC, piece.weight_J)
+    dboth_JC, dweight_J = pull(piece.multiply(dy_JD, down_EFD, transposed=True))
+    dx_JD = piece.multiply(dboth_JC, gate_and_up_ECD)
+    factors = (dboth_JC, x_JD), (hidden_JF, dy_JD)
     return (
       piece.add(dx_AD, dx_JD),
       piece.put(dweight_P, dweight_J),
@@ -143,7 +148,7 @@ def _backward(
     jnp.zeros(shape, weight_UK.dtype)
     for shape in (x_AD.shape, pairs.weight_P.shape)
   ]
-  sums = one_piece(pairs.piece(0), (*zeros, [None] * 3), kept)
+  sums = one_piece(pairs.piece(0), (*zeros, [None] * 2), kept)
   dx_AD, dweight_P, dweights = pairs.more_pieces(one_piece, sums)
   dweight_AK = jnp.reshape(dweight_P, (-1, expert_UK.shape[1]))
   if pairs.devices > 1:
@@ -153,34 +158,34 @@ def _backward(
     dweight_AK,
     None,
     None,
-    *(
-      sharding.sum_parts(d, cut).astype(weight.dtype)
-      for d, cut, weight in zip(dweights, _cuts(weights, x_UD), weights)
-    ),
+    *(_own_part(d, weight) for d, weight in zip(dweights, weights)),
   )
 
 
 apply_experts.defvjp(_forward, _backward)
 
 
-def _gather(
-  weights: Sequence[jax.Array], x_UD: jax.Array
-) -> Sequence[jax.Array]:
-  """Gathers the experts of this device, in the dtype of products."""
-  return [
-    sharding.gather_parts(weight, cut, x_UD.dtype)
-    for weight, cut in zip(weights, _cuts(weights, x_UD))
-  ]
+def _num_local(weight: jax.Array, sizes: jax.Array) -> int:
+  """The number of experts of this device, of which it may store a part."""
+  if weight.shape[0] == sizes.shape[0]:
+    return sizes.shape[0]
+  return sizes.shape[0] // jax.lax.axis_size(sharding.EXPERT)
 
 
-def _cuts(
-  weights: Sequence[jax.Array], x_UD: jax.Array
-) -> Sequence[int | None]:
-  """The dimension along which `fsdp` cuts gate, up and down, if any."""
-  return [
-    sharding.cut_dim(weight, dim, x_UD.shape[1])
-    for weight, dim in zip(weights, (1, 1, 2), strict=True)
-  ]
+def _gather(weight: jax.Array, num_local: int, dtype: Any) -> jax.Array:
+  """All of this device's experts, as matrices [E, rows, D] for products."""
+  rows = jnp.reshape(weight, (-1, weight.shape[-1]))
+  cut = sharding.cut_dim(weight, 0, num_local)
+  rows = sharding.gather_parts(rows, cut, dtype)
+  return jnp.reshape(rows, (num_local, -1, weight.shape[-1]))
+
+
+def _own_part(dweight: jax.Array, weight: jax.Array) -> jax.Array:
+  """This device's part of the gradient of what `_gather` returns."""
+  rows = jnp.reshape(dweight, (-1, dweight.shape[-1]))
+  cut = sharding.cut_dim(weight, 0, dweight.shape[0])
+  rows = sharding.sum_parts(rows, cut)
+  return jnp.reshape(rows, weight.shape).astype(weight.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,18 +221,17 @@ class _Piece:
   def units(
     self,
     activation: config_lib.ActivationConfig,
-    gate_JF: jax.Array,
-    up_JF: jax.Array,
+    both_JC: jax.Array,
     weight_J: jax.Array,
   ) -> jax.Array:
     """Weighted hidden units, with zeros for padding."""
-    real_J = jnp.arange(gate_JF.shape[0]) < jnp.sum(self.sizes_E)
+    real_J = jnp.arange(both_JC.shape[0]) < jnp.sum(self.sizes_E)
     gate, up = (
       jnp.where(real_J[:, None], precision.widen(a), 0.0)
-      for a in (gate_JF, up_JF)
+      for a in jnp.split(both_JC, 2, axis=1)
     )
     hidden_JF = weight_J[:, None] * mlp.units(activation, gate, up)
-    return hidden_JF.astype(gate_JF.dtype)
+    return hidden_JF.astype(both_JC.dtype)
 
   def add(self, sum_AD: jax.Array, rows_JD: jax.Array) -> jax.Array:
     """Adds rows to their tokens, in the dtype of the sum."""
@@ -338,9 +342,16 @@ class _Pairs:
     low_AD = sum_AD.astype(x_UD.dtype)
     if self.devices == 1:
       return low_AD
-    parts = jnp.reshape(low_AD, (-1, *x_UD.shape))
-    parts = jax.lax.all_to_all(parts, sharding.EXPERT, 0, 0)
-    return jnp.sum(parts, axis=0, dtype=sum_AD.dtype).astype(x_UD.dtype)
+    return dispatch.by_platform((low_AD,), _sum_wide, tpu=_sum, cuda=_sum)
+
+
+def _sum(parts_AD: jax.Array) -> jax.Array:
+  return jax.lax.psum_scatter(parts_AD, sharding.EXPERT, tiled=True)
+
+
+def _sum_wide(parts_AD: jax.Array) -> jax.Array:
+  """On CPU, whose compiler ends on sums of bfloat16 over devices."""
+  return _sum(precision.widen(parts_AD)).astype(parts_AD.dtype)
 
 
 def _from_all(x: jax.Array) -> jax.Array:

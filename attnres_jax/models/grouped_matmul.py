@@ -150,7 +150,13 @@ def _tiles(
   # Tiles with the end of a group inside are computed for both of its sides.
   few = (s for s in (512, 256) if 8 * s * groups <= rows and rows % s == 0)
   size = next(few, _LANES)
-  return (size, min(depth, 768), min(width, 512)), -rows % size
+  return (size, _even(depth, 768), _even(width, 640)), -rows % size
+
+
+def _even(size: int, most: int) -> int:
+  """The size of tiles, as even as lanes allow: the last is computed in full."""
+  count = -(-size // most)
+  return size if count == 1 else -(-size // (count * _LANES)) * _LANES
 
 
 def _ragged_weights(

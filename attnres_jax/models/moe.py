@@ -26,15 +26,18 @@ released code adds b in place to a view of z, so that it leaks into w; later
 code of the same team does not.
 
 Axes besides the letters of `attnres_jax.models`: U tokens of the batch,
-flattened; K experts of a token; P = U K pairs.
+flattened; K experts of a token; P = U K pairs; G is gate and up.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
+from typing import Any
 
 from flax import nnx
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
@@ -44,7 +47,10 @@ from attnres_jax.models import expert_parallel
 from attnres_jax.models import linear
 from attnres_jax.models import mlp
 from attnres_jax.models import norm as norm_lib
+from attnres_kernels import dispatch
 
+# The name by which activation checkpointing recognises the chosen experts.
+ROUTING = "routing"
 _WEIGHT_EPS = 1e-20  # Added to the sum of chosen scores.
 
 
@@ -69,15 +75,15 @@ class Moe(nnx.Module):
       shape.latent_norm, latent, config.norm_eps, "R"
     )
     self.latent_up = matrix("R|D", latent, width) if latent else None
-    self.gate = matrix("E|D|F", experts, latent or width, hidden)
-    self.up = matrix("E|D|F", experts, latent or width, hidden)
+    # Gate beside up: one product gives both.
+    self.gate_and_up = matrix("EG|F|D", experts, 2, hidden, latent or width)
     self.down = matrix("E|F|D", experts, hidden, latent or width)
     shared = dataclasses.replace(config, mlp_width=shape.num_shared * hidden)
     self.shared = mlp.SwiGLU(shared, rngs=rngs) if shape.num_shared else None
 
   def scale_values(self, factor: float) -> None:
     """Multiplies the weights of all experts."""
-    linear.scale(factor, self.gate, self.up, self.down)
+    linear.scale(factor, self.gate_and_up, self.down)
     if self.shared is not None:
       self.shared.scale_values(factor)
 
@@ -118,8 +124,7 @@ class Moe(nnx.Module):
   ) -> jax.Array:
     """The same for the rows of one device; of latents, the routed sum only.
 
-    Experts may be sharded. If there are fewer than the router has, they are
-    this device's along `expert`; if they are narrower, `fsdp` cuts them.
+    If there are fewer experts than the router has, they are this device's.
     """
     x_UD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]))
     counts_U = None
@@ -141,12 +146,9 @@ class Moe(nnx.Module):
     Weights sum to the scaling factor over K. Equal scores go to the expert with
     the lower index. `counts_U` says which tokens count as load.
     """
-    logits_UE = _logits(x_UD, self.router[...])
-    score_UE = jax.nn.sigmoid(logits_UE)
     bias_E = self.selection_bias[...]
-    biased_UE = jax.lax.stop_gradient(score_UE + bias_E[None])
-    _, expert_UK = jax.lax.top_k(biased_UE, self.top_k)
-    chosen_UK = jnp.take_along_axis(score_UE, expert_UK, axis=1)
+    logit_UK, expert_UK = _choose(self.top_k, x_UD, self.router[...], bias_E)
+    chosen_UK = jax.nn.sigmoid(logit_UK)
     sum_U1 = jnp.sum(chosen_UK, axis=1, keepdims=True) + _WEIGHT_EPS
     load_E = expert_counts(expert_UK, bias_E.shape[0], counts_U)
     weight_UK = _report_load(
@@ -160,12 +162,12 @@ class Moe(nnx.Module):
     self, x_UD: jax.Array, weight_UK: jax.Array, expert_UK: jax.Array
   ) -> jax.Array:
     """The weighted sum of the outputs of the chosen experts."""
-    weights = self.gate[...], self.up[...], self.down[...]
+    weights = self.gate_and_up[...], self.down[...]
     sizes = expert_counts(expert_UK, self.router[...].shape[1])
     return linear.counted(
       functools.partial(expert_parallel.apply_experts, self.activation),
       x_UD, weight_UK, expert_UK, sizes, *weights,
-      flops=6 * expert_UK.size * math.prod(weights[0].shape[1:]),
+      flops=6 * expert_UK.size * math.prod(weights[1].shape[1:]),
       outs=x_UD,
     )  # fmt: skip
 
@@ -202,30 +204,82 @@ def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
 
 def _cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
   """How a parameter is sharded where a device applies it to its rows."""
-  if not parameter.axes.startswith("E|"):
+  if not (parameter.is_matrix and parameter.axes.startswith("E")):
     return sharding.WHOLE
   return sharding.row_cut(parameter.axes)
 
 
 def _narrow_cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
   """The same, if `tensor` also cuts the hidden units."""
-  *_, rows, columns = "", *parameter.axes.split("|")
-  units = tuple(sharding.TENSOR if a == "F" else None for a in rows + columns)
-  if parameter.axes.startswith("E|"):
-    _, *axes = _cut(parameter)
-    units = sharding.EXPERT, *(a or b for a, b in zip(axes, units))
-  return sharding.PartitionSpec(*units)
+  letters = parameter.axes.replace("|", "")
+  cuts = itertools.zip_longest(letters, _cut(parameter))
+  return sharding.PartitionSpec(
+    *(sharding.TENSOR if letter == "F" else cut for letter, cut in cuts)
+  )
 
 
-# Checkpointed, so that x is saved in its own dtype rather than float32.
-@jax.checkpoint
-def _logits(x_UD: jax.Array, router_DE: jax.Array) -> jax.Array:
-  # In full float32 precision: the choice of experts must not depend on
-  # rounding.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _choose(
+  top_k: int, x_UD: jax.Array, router_DE: jax.Array, bias_E: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Logits, float32, and indices of the experts with the best scores."""
+  return _choose_forward(top_k, x_UD, router_DE, bias_E)[0]
+
+
+def _choose_forward(
+  top_k: int, x_UD: jax.Array, router_DE: jax.Array, bias_E: jax.Array
+) -> tuple[Any, Any]:
+  in_parts = x_UD.dtype == jnp.bfloat16
+  logits_UE = dispatch.by_platform(
+    (x_UD, router_DE), exact_logits,
+    tpu=logits_in_parts if in_parts else exact_logits,
+  )  # fmt: skip
+  biased_UE = jax.nn.sigmoid(logits_UE) + bias_E[None]
+  _, expert_UK = jax.lax.top_k(biased_UE, top_k)
+  # 8 bytes a pair are kept, instead of products and top-k once more.
+  chosen = ad_checkpoint.checkpoint_name(
+    (jnp.take_along_axis(logits_UE, expert_UK, axis=1), expert_UK), ROUTING
+  )
+  return chosen, (x_UD, router_DE, chosen[1])
+
+
+def _choose_backward(
+  top_k: int, residuals: Any, gradient: tuple[jax.Array, Any]
+) -> tuple[jax.Array | None, ...]:
+  x_UD, router_DE, expert_UK = residuals
+  # As a sum over the chosen, rather than a scatter.
+  experts_11E = jnp.arange(router_DE.shape[1])[None, None]
+  is_chosen_UKE = expert_UK[..., None] == experts_11E
+  dlogits_UE = jnp.sum(jnp.where(is_chosen_UKE, gradient[0][..., None], 0), 1)
+  return *linear.gradients(x_UD, router_DE, dlogits_UE), None
+
+
+_choose.defvjp(_choose_forward, _choose_backward)
+
+
+def exact_logits(x_UD: jax.Array, router_DE: jax.Array) -> jax.Array:
+  """In float32: the choice of experts must not depend on rounding."""
   return jnp.einsum(
     "UD,DE->UE", precision.widen(x_UD), router_DE,
     precision=jax.lax.Precision.HIGHEST,
   )  # fmt: skip
+
+
+def logits_in_parts(x_UD: jax.Array, router_DE: jax.Array) -> jax.Array:
+  """The same of bfloat16 x, in half the passes of a matrix unit.
+
+  The router is the sum of three bfloat16 matrices, without a remainder.
+  """
+  products, rest_DE = [], router_DE
+  for _ in range(3):
+    # A conversion there and back would be removed by the compiler.
+    wide_DE = jax.lax.reduce_precision(rest_DE, 8, 7)
+    rest_DE -= wide_DE
+    part_DE = wide_DE.astype(x_UD.dtype)
+    products.append(
+      jnp.matmul(x_UD, part_DE, preferred_element_type=jnp.float32)
+    )
+  return products[0] + (products[1] + products[2])
 
 
 @jax.custom_vjp

@@ -44,6 +44,20 @@ class RMSNorm(nnx.Module):
     split = sharding.by_shards(norm, (tokens, sharding.WHOLE), tokens)
     return split(x, self.gain[...])
 
+  def gated(self, x: jax.Array, gate: jax.Array) -> jax.Array:
+    """Times sigmoid(gate), of heads [B, T, N, H], as a separate operator."""
+    # A single token is fused with the product that follows.
+    form = "xla" if x.shape[1] == 1 else None
+
+    def norm(x, gain, gate):
+      return attnres_kernels.rms_norm(
+        x, gain, gate, eps=self.eps, implementation=form
+      )
+
+    heads = sharding.HEADS
+    split = sharding.by_shards(norm, (heads, sharding.WHOLE, heads), heads)
+    return split(x, self.gain[...], gate)
+
 
 def optional(
   wanted: bool, width: int, eps: float, axes: str = "D"

@@ -33,6 +33,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import block_scan
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
+from attnres_jax.models import moe
 from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models import value_residual as value_lib
 from attnres_jax.models.mixers import causal_attention
@@ -45,7 +46,7 @@ _Calls = Mapping[str, Callable[..., tuple[jax.Array, Any, Any]]]
 
 
 def _remat(*names: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  names = base.DEPTH_STATE, *names
+  names = base.DEPTH_STATE, moe.ROUTING, *names
   policy = jax.checkpoint_policies.save_only_these_names(*names)
   return functools.partial(jax.checkpoint, policy=policy), jax.checkpoint
 

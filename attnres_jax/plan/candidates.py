@@ -201,10 +201,12 @@ class _Device:
     mesh: Mesh = sharding.make_mesh(config.mesh, devices)
     sharding.check_divides(config, mesh)
     state = sharding.with_sharding(state, sharding.state_sharding(state, mesh))
-    stay = {sharding.EXPERT, sharding.TENSOR}
+    stay = sharding.EXPERT, sharding.TENSOR
     used = _bytes_with(
       state.model,
-      lambda p: math.prod(mesh.shape[a] for a in stay & {*sharding.at_rest(p)}),
+      lambda p: math.prod(
+        mesh.shape[axis] for axis in stay if axis in sharding.axes_at_rest(p)
+      ),
     )
     data = config.data
     shards = sharding.num_row_shards(mesh) * mesh.shape[sharding.TENSOR]
@@ -275,6 +277,8 @@ def _meshes(
   for expert in _divisors(math.gcd(shards, model.moe.num_experts or 1)):
     for fsdp in _divisors(shards // expert):
       piece, rest = divmod(model.width, fsdp)
+      if model.moe.num_experts % (expert * fsdp):
+        continue
       if fsdp == 1 or (rest == 0 and (piece >= _TILE or model.width < _TILE)):
         yield dataclasses.replace(
           config.mesh,

@@ -34,7 +34,6 @@ and products in the optimiser.
 from collections.abc import Mapping
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -139,8 +138,7 @@ def _weights(program: train_state.Program) -> Mapping[str, _Weights]:
   def add(parameter: sharding.Parameter) -> None:
     value = parameter.value
     kept = math.prod(value.sharding.shard_shape(value.shape))
-    cuts = sharding.at_rest(parameter)
-    gathered = any(sharding.FSDP in _axes(axis) for axis in cuts)
+    gathered = sharding.FSDP in sharding.axes_at_rest(parameter)
     used = kept * (mesh.shape[sharding.FSDP] if gathered else 1)
     dtype = jnp.dtype(config.model.dtype)
     if parameter.wide or not parameter.is_matrix:
@@ -158,10 +156,6 @@ def _weights(program: train_state.Program) -> Mapping[str, _Weights]:
     found["head"] = found["embedding"]
     found["embedding"] = _Weights()
   return found
-
-
-def _axes(axis: Any) -> tuple[str, ...]:
-  return axis if isinstance(axis, tuple) else (axis,)
 
 
 def _part(name: str) -> str:

@@ -48,6 +48,7 @@ from attnres_jax.common import files
 from attnres_jax.common import sharding
 from attnres_jax.common import trees
 from attnres_jax.train import checksums
+from attnres_jax.train import old_names
 from attnres_jax.train import orbax_s3
 from attnres_jax.train import train_state
 
@@ -343,7 +344,8 @@ def describe(
   """
   path = _folder(workdir, step)
   with _quiet(), _alone(), _explaining_damage(path):
-    return _describe(path)
+    info, there = _describe(path)
+    return info, old_names.joined_shapes(there)
 
 
 def read(
@@ -455,11 +457,14 @@ def _read(
     _alone(some),
     checksums.verifying(path, tuple(parts), *share) as verified,
   ):
-    info, stored = _describe(path, tuple(parts))
+    info, there = _describe(path, tuple(parts))
+    stored = old_names.joined_shapes(there)
     if some:
       stored = {name: stored[name] for name in abstract if name in stored}
     _check_same_shapes(path, stored, abstract)
+    parts = _split(old_names.split(abstract, there))
     loaded = _join(ocp.load_checkpointables(path, parts))
+    loaded = old_names.join(loaded, abstract)
     jax.block_until_ready(loaded)
   return loaded, info, verified
 
@@ -467,7 +472,7 @@ def _read(
 def _describe(
   path: epath.Path, parts: Sequence[str] = ()
 ) -> tuple[dict[str, Any], Shapes]:
-  """See `describe`; the shapes are of these parts, or else of all there are."""
+  """See `describe`; shapes as stored, of these parts or else of all."""
   metadata: Any = ocp.checkpointables_metadata(path)
   if not metadata.custom_metadata:
     raise ValueError("its _CHECKPOINT_METADATA is missing or damaged")

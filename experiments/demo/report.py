@@ -85,9 +85,9 @@ def lead(rows: Sequence[variants.Row]) -> str:
       continue
     below, more = -found.mean, found.margin
     if below > more:
-      text = f"ends **{below:.2f} ± {more:.2f}** nats per token below PreNorm"
+      text = f"ends **{below:.3f} ± {more:.3f}** nats per token below PreNorm"
     elif below < -more:
-      text = f"ends **{-below:.2f} ± {more:.2f}** nats per token above PreNorm"
+      text = f"ends **{-below:.3f} ± {more:.3f}** nats per token above PreNorm"
     else:
       text = f"cannot be told from PreNorm ({page.difference(found)})"
     sentences.append(f"{variant.label} {text}.")

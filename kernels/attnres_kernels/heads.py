@@ -40,6 +40,15 @@ def separate(query_QD: jax.Array, heads: int) -> jax.Array:
   return (slices * selector).reshape(num_queries * heads, width)
 
 
+def joined(separate_JD: jax.Array, heads: int) -> jax.Array:
+  """The transpose of `separate`: head h has the h-th slice of its row."""
+  if heads == 1:
+    return separate_JD
+  width = separate_JD.shape[-1]
+  slices = separate_JD.reshape(-1, heads, heads, width // heads)
+  return jnp.einsum("qhhk->qhk", slices).reshape(-1, width)
+
+
 def spread(weight_H: jax.Array, heads: int, width: int) -> jax.Array:
   """A weight for each channel, from one for each head: [..., D].
 

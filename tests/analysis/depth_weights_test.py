@@ -7,14 +7,16 @@ import pytest
 
 from attnres_jax import analysis
 from attnres_jax.analysis import plots
+from tests import tiers
 from tests.analysis import networks
 
 TOKENS = networks.tokens(2, 7)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,block_size",
   [("full_attnres", 4), ("block_attnres", 3), ("block_attnres", 4)],
+  first=["block_attnres"],
 )
 def test_every_row_is_the_mean_over_tokens(name, block_size):
   """Of weights that tests/models/paper_laws_test.py holds against Eq. 2-4."""

@@ -6,9 +6,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from attnres_jax import analysis
+from tests import tiers
 from tests import tiny_network
 from tests.analysis import networks
 
@@ -19,7 +19,9 @@ def _rms(array):
   return np.sqrt(np.mean(np.asarray(array, np.float64) ** 2, axis=-1)).mean()
 
 
-@pytest.mark.parametrize("name", ["prenorm", "block_attnres"])
+@tiers.parametrize(
+  "name", ["prenorm", "block_attnres"], first=["block_attnres"]
+)
 def test_against_the_definitions(name):
   model, tokens = networks.network(name), networks.tokens(2, 6)
   found = analysis.magnitudes(model, tokens)
@@ -39,7 +41,7 @@ def test_against_the_definitions(name):
   )
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,fields",
   [
     ("prenorm", {}),

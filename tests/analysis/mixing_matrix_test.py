@@ -2,9 +2,9 @@
 """Mixing matrices against what the networks really read."""
 
 import numpy as np
-import pytest
 
 from attnres_jax import analysis
+from tests import tiers
 from tests.analysis import networks
 
 # Schemes whose coefficients are numbers, and their semiseparable ranks.
@@ -34,7 +34,9 @@ def network(name):
   return networks.network(name, num_layers=2, block_size=2)
 
 
-@pytest.mark.parametrize("name,fields,rank", CASES)
+@tiers.parametrize(
+  "name,fields,rank", CASES, first=["block_attnres", "delta_attnres", "mudd"]
+)
 def test_rows_recombine_the_values_into_the_reads(name, fields, rank):
   """Seven values of 16 channels: no other matrix does."""
   # One token, so that the mean over tokens is that token's own matrix.

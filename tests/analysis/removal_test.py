@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import analysis
+from tests import tiers
 from tests.analysis import networks
 
 BLOCK = 2
@@ -59,7 +60,9 @@ def _loss(name, model, tokens, row, column):
   return -jnp.mean(jnp.take_along_axis(log_p, targets, axis=-1))
 
 
-@pytest.mark.parametrize("name", ["prenorm", "full_attnres", "block_attnres"])
+@tiers.parametrize(
+  "name", ["prenorm", "full_attnres", "block_attnres"], first=["block_attnres"]
+)
 def test_against_networks_without_the_source(name):
   # A larger epsilon counts where little is left of a read.
   model = networks.network(name, num_layers=2, block_size=BLOCK, norm_eps=1e-12)
@@ -77,6 +80,7 @@ def test_against_networks_without_the_source(name):
   assert np.nanmax(np.abs(found.importance)) > 0.05
 
 
+@pytest.mark.more
 def test_weights_are_those_of_the_reads():
   tokens = networks.tokens(2, 6)
   model = networks.network("block_attnres", num_layers=2, block_size=BLOCK)
@@ -91,7 +95,7 @@ def test_weights_are_those_of_the_reads():
   np.testing.assert_allclose(found.weights[2], weights.attention[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["prenorm", "mudd"])
+@tiers.parametrize("name", ["prenorm", "mudd"], first=["mudd"])
 def test_schemes_without_one_weight_per_source(name):
   """MUDD weighs each input."""
   model = networks.network(name, num_layers=2, block_size=BLOCK)

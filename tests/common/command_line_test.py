@@ -351,6 +351,7 @@ def test_processes_that_come_too_late_may_come_next_time(
   assert line.startswith("error: --distributed: ")
 
 
+@pytest.mark.more
 def test_an_absent_platform_is_one_line(tmp_path):
   process = subprocess.run(
     [sys.executable, "-m", "attnres_jax.main", f"--config={SPEC}",

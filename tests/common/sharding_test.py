@@ -73,6 +73,7 @@ def test_the_axis_that_does_not_fit_is_named():
     # Heads, and experts.
     ("tensor", "D|NH", (8, 6, 2), "6, .*, such as 2 or 3$"),
     ("expert", "E|D|F", (6, 8, 8), "6, .*, such as 2 or 3$"),
+    ("fsdp", "E|D|F", (6, 8, 8), "6, .*, such as 2 or 3$"),
   ],
 )
 def test_a_cut_that_leaves_a_remainder(axis, axes, shape, message):

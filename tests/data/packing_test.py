@@ -17,6 +17,7 @@ from attnres_jax import data
 from attnres_jax.data import packing
 from attnres_jax.data import prepare
 from attnres_jax.models import loss as loss_lib
+from tests import tiers
 
 _END = "<|endoftext|>"
 _NUM_WORDS = 400
@@ -115,7 +116,7 @@ def _expected(way, documents, separator):
   return collections.Counter(pairs)
 
 
-@pytest.mark.parametrize("segment_ids", [False, True])
+@tiers.parametrize("segment_ids", [False, True], first=[True])
 @pytest.mark.parametrize("way", _WAYS)
 def test_each_token_is_learned_once_from_its_document(
   way, segment_ids, tmp_path

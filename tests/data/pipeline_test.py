@@ -241,6 +241,7 @@ class TestStdlibPipeline:
     ):
       data.open_dataset(config, "validation")
 
+  @pytest.mark.more
   def test_no_device_is_started(self):
     program = (
       "from attnres_jax import config, data\n"

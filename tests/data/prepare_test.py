@@ -150,6 +150,7 @@ class TestPrepare:
         with pytest.raises(config_lib.ConfigError, match="interrupted"):
           data.open_dataset(config, "train")
 
+  @pytest.mark.more
   def test_a_kill_loses_nothing_that_was_whole(self):
     # The real command on the real corpus, killed after a few shards.
     command = [
@@ -266,7 +267,9 @@ class TestPrepare:
     ],
   )
   def test_errors_are_one_line(self, args, message, capsys):
-    assert prepare.main([f"--output={self.output}", *args]) == 2
+    with pytest.raises(SystemExit) as ended:
+      sys.exit(prepare.main([f"--output={self.output}", *args]))
+    assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert re.search(f"^error: .*{message}[^\n]*\n$", err)

@@ -192,6 +192,6 @@ class TestVocabularyFile:
       ("bpe", "got 'bpe'.*bytes, hf, ids"),
       ("ids", "got"),
     ):
-      config = config_lib.DataConfig(tokenizer=name, tokenizer_path="x")
       with pytest.raises(config_lib.ConfigError, match=f"tokenizer: {message}"):
+        config = config_lib.DataConfig(tokenizer=name, tokenizer_path="x")
         data.make_tokenizer(config)

@@ -11,7 +11,6 @@ import subprocess
 
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import main
 from attnres_jax.common import command_line
@@ -122,5 +121,3 @@ def test_runs_train(run, folder, monkeypatch, capsys):
 def test_tables_are_complete():
   rows = re.findall(r"^\| `(\w+)` \|", TEXT, re.M)
   assert set(rows) == sources.SOURCES.keys() | tokenizer_lib.TOKENIZERS.keys()
-  named = set(re.findall(r"`data\.(\w+)`", TEXT)) - {"json"}
-  assert named <= config_lib.DataConfig.__dataclass_fields__.keys()

@@ -5,9 +5,9 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from attnres_jax.models.residuals import definition
+from tests import tiers
 from tests import tiny_network
 from tests import tiny_run
 
@@ -23,7 +23,7 @@ def run(page, heading, **names):
     exec(block, names)
 
 
-@pytest.mark.parametrize("name", ["block_attnres", "full_attnres"])
+@tiers.parametrize("name", ["block_attnres", "full_attnres"])
 def test_one_function_changes_the_weighting(monkeypatch, name):
   network = tiny_network.model(name, form="one_softmax")
   tokens_BT = np.arange(6, dtype=np.int32)[None]

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No measured number is typed on two pages, and one version is released."""
+"""Facts of pages: numbers typed once, one version, complete tables."""
 
 import re
 import tomllib
 
+from attnres_jax import config as config_lib
+from attnres_jax.interop import families
 from tests import tiny_run
+from tests.docs import pages
 
 ROOT = tiny_run.ROOT
 # The diary and the release notes repeat what pages said at their time.
@@ -59,3 +62,17 @@ def test_one_version():
     re.M,
   )
   assert released[0] == version
+
+
+def test_every_family_is_listed():
+  labels = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+  labels |= {"kimi_linear": "Kimi Linear", "kimi_k3": "Kimi K3"}
+  labels |= {"attnres": "Full and Block AttnRes"}
+  assert labels.keys() == families.FAMILIES.keys()
+  for label in labels.values():
+    assert f"\n| {label}" in pages.PAGES["docs/interop.md"]
+
+
+def test_fields_of_pipelines_are_all_there():
+  named = set(re.findall(r"`pipeline\.(\w+)`", pages.PAGES["docs/pipeline.md"]))
+  assert named == {*config_lib.PipelineConfig.__dataclass_fields__}

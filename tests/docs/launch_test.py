@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands of docs/launch.md and docs/plan.md, executed as far as they go here.
 
-By default, launches are dry runs without a network, and of other commands the
-arguments are checked. Slow tests execute them, in a bucket.
+By default, launches are dry runs without a network; pages_test parses the other
+commands. Slow tests execute them, in a bucket.
 """
 
 import importlib
@@ -20,59 +20,35 @@ import yaml
 from attnres_jax import data
 from attnres_jax.plan import search
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import actions
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
-from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import tpu_vm
 from experiments.scaling_law import run
 from tests import tiny_run
+from tests.docs import pages
 
-PAGES = [tiny_run.ROOT / "docs" / f"{name}.md" for name in ("launch", "plan")]
-TEXT = "\n".join(page.read_text() for page in PAGES)
+PAGES = "docs/launch.md", "docs/plan.md"
+TEXT = "\n".join(pages.PAGES[page] for page in PAGES)
+COMMANDS = pages.commands(*PAGES)
 CLUSTER = tiny_run.ROOT / "configs" / "ray_cluster.yaml"
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.S | re.M)
 # What the commands of the pages may start, beside Python.
 PROGRAMS = {"gcloud", "kubectl", "pip", "python", "ray", "sbatch", "sky"}
 LAUNCH = "experiments.scaling_law.run"
-
-
-def lines():
-  """Every command of the pages, as one line, with its text filled in."""
-  found, text = [], ""
-  for kind, block in BLOCKS:
-    if kind:
-      continue
-    for line in re.sub(r"\\\n\s*", "", block).splitlines():
-      if line.startswith("TEXT="):
-        (text,) = shlex.split(line.removeprefix("TEXT="))
-      elif line and not line.startswith("#"):
-        found.append(line.replace("$TEXT", text))
-  return found
-
-
-def commands():
-  """(module, arguments) of every `python -m`, quoted ones included."""
-  found = []
-  for line in lines():
-    words = shlex.split(line) if "python -m" in line else []
-    # A command for another machine is one word of the local command.
-    words = next((shlex.split(w) for w in words if "python -m" in w), words)
-    if "-m" in words and "uv" not in words:
-      start = words.index("-m") + 1
-      found.append((words[start], words[start + 1 :]))
-  return found
+# The commands that train on a text, now or later.
+NETWORKS = LAUNCH, "attnres_jax.plan.search"
 
 
 def launches():
   return [
-    arguments for module, arguments in commands()
+    arguments for module, arguments in COMMANDS
     if module == LAUNCH and any("--launcher" in one for one in arguments)
   ]  # fmt: skip
 
 
 def test_all_commands_are_known():
-  programs = {shlex.split(line)[0] for line in lines()}
+  programs = {shlex.split(line)[0] for line in pages.lines(*PAGES)}
   assert programs == PROGRAMS
 
 
@@ -93,7 +69,7 @@ def test_launches_are_dry_runs_without_a_network(
 def test_the_five_commands_are_those_that_are_printed():
   (arguments,) = [one for one in launches() if "--launcher=tpu_vm" in one]
   options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
-  given = launchers.Options(settings=cli._settings(options.set))
+  given = launchers.Options(settings=actions._settings(options.set))
   printed = tpu_vm.commands(options.workdir, tpu_vm.parse(given)).values()
   assert len(printed) == 5
   assert "\n".join(printed) in TEXT
@@ -103,7 +79,7 @@ def test_the_five_commands_are_those_that_are_printed():
 @pytest.mark.needs("libtpu")
 @pytest.mark.parametrize(
   "module,arguments",
-  [one for one in commands() if re.search(r"\.(plan|search)$", one[0])],
+  [one for one in COMMANDS if re.search(r"\.(plan|search)$", one[0])],
   ids=lambda one: one if isinstance(one, str) else one[-1],
 )
 def test_commands_run_to_their_end(module, arguments, tmp_path):
@@ -119,33 +95,19 @@ def test_commands_run_to_their_end(module, arguments, tmp_path):
 
 @pytest.mark.parametrize(
   "module,arguments",
-  [one for one in commands() if one[1] not in launches()],
+  [one for one in COMMANDS if one[1] not in launches() and one[0] in NETWORKS],
 )
-def test_commands_take_their_arguments(module, arguments):
-  assert importlib.util.find_spec(module) is not None
-  for argument in arguments:
-    if argument.startswith("--config="):
-      file = argument.removeprefix("--config=").partition(":")[0]
-      assert (tiny_run.ROOT / file).is_file()
+def test_texts_fit_networks(module, arguments):
+  """Which `pages_test` does not ask: it parses every command."""
   if module == LAUNCH:
     options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
     if options.action == "run":
       source = options.config
       for one in grid.load(source.spec, source.fields):
         data.check(folder_lib.run_config(one), offline=True)
-  elif module == "attnres_jax.sweep.worker":
-    worker.make_parser().parse_args(
-      [re.sub("=[A-Z:]+$", "=1", argument) for argument in arguments]
-    )
   else:
-    program = "attnres_jax.plan.__main__"
-    program = program if module.endswith(".plan") else module
-    parser = importlib.import_module(program).make_parser()
-    options = parser.parse_args(arguments)
-    if module == "attnres_jax.plan.search":
-      # A plan is for a run whose text fits it.
-      for config in search.asked(options):
-        data.check(config, offline=True)
+    for config in search.asked(search.make_parser().parse_args(arguments)):
+      data.check(config, offline=True)
 
 
 def test_extras_exist():

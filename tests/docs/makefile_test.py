@@ -11,7 +11,8 @@ from tests import tiny_run
 @pytest.mark.parametrize(
   "target, command",
   [
-    ("test", "python -m pytest -n 3 --dist worksteal -k name"),
+    ("test", 'pytest -n 3 --dist worksteal -m "not more and not slow" -k name'),
+    ("test-all", "python -m pytest -n 3 --dist worksteal -k name"),
     ("test-slow", 'pytest -n 3 --dist worksteal -m "slow or not slow" -k name'),
     ("lint", "ruff check ."),
     ("demo", "python -m experiments.demo.run -k name"),

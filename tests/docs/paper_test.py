@@ -72,6 +72,7 @@ def test_every_item_has_a_command():
   assert f"python -m {HARNESS} " in TEXT.partition("## Table 3")[2]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("words", commands(), ids=lambda words: words[0])
 def test_commands(words, tmp_path, monkeypatch, capfd):
   module, *arguments = words

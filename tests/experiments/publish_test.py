@@ -39,6 +39,7 @@ def test_documents_show_the_committed_rows(name):
     assert filled[path] == text, f"run `{command}`"
 
 
+@pytest.mark.more
 def test_rows_are_adopted_once_a_sweep_is_done(tmp_path, monkeypatch, capsys):
   sweep = tmp_path / "sweep"
   experiment = tmp_path / "experiments" / "scaling_law"

@@ -17,6 +17,7 @@ from tests import tiny_run
 TEXT = (tiny_run.ROOT / "docs" / "extend.md").read_text()
 
 
+@pytest.mark.more
 def test_recipe(tmp_path, monkeypatch, capfd):
   """Its printed commands, from the template to a filled README."""
   section = TEXT.partition("## Add an experiment\n")[2].partition("\n#")[0]

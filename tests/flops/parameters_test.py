@@ -97,7 +97,7 @@ class Test48B:
     assert self.parts["mla"].total == 7 * 29_114_880
     assert self.parts["mlp"].total == 63_700_992
     moe = parameters.of_modules(self.model, "moe")
-    experts = [moe[name] for name in ("gate", "up", "down")]
+    experts = [moe[name] for name in ("gate_and_up", "down")]
     assert sum(e.total for e in experts) == 26 * 256 * 7_077_888
     assert sum(e.active for e in experts) == 26 * 8 * 7_077_888
     assert moe["shared"].total == 26 * 7_077_888

@@ -22,6 +22,7 @@ def numbers():
   return flops.make_report(config_lib.load_config(SPEC))
 
 
+@pytest.mark.more
 def test_modules_add_up(numbers):
   rows = numbers["parameters"]
   for row in rows.values():
@@ -88,6 +89,7 @@ def _sizes_row(size):
   return f"| {' | '.join(cells)} |"
 
 
+@pytest.mark.more
 def test_sizes_in_the_docs():
   text = (ROOT / "docs" / "kimi_linear.md").read_text()
   found = text.partition("<!-- sizes -->")[2].partition("<!-- /sizes -->")[0]

@@ -6,6 +6,7 @@ import pytest
 
 from attnres_jax import models
 from attnres_jax.flops import traffic
+from tests import tiers
 from tests import tiny_network
 
 
@@ -68,7 +69,7 @@ FIELDS = tiny_network.KINDS | dict(
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@tiers.parametrize("dtype", ["float32", "bfloat16"], first=["bfloat16"])
 @pytest.mark.parametrize(
   "fields",
   [

@@ -176,6 +176,7 @@ def damaged(cases, tmp_path):
   return damaged
 
 
+@pytest.mark.more
 @laws.shares(5, 500)
 def test_resume(runs, damaged):
   def act(folder, touched):
@@ -188,6 +189,7 @@ def test_resume(runs, damaged):
   damaged(runs.interrupted, act)
 
 
+@pytest.mark.more
 @laws.shares(15, 500)
 def test_verify(runs, damaged):
   """Names every checkpoint with a damaged file, if its checksums are there."""
@@ -241,6 +243,7 @@ def _sized(folder, sizes):
     path.write_text(text)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "sizes,every",
   [

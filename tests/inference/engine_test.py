@@ -135,6 +135,7 @@ def test_bfloat16(prompts):
     assert logprob_V[token.id] > logprob_V.max() - 0.1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "mesh",
   [

@@ -53,6 +53,7 @@ def test_same_tokens(fields):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
+@pytest.mark.more
 def test_nothing_as_large_as_the_cache_is_copied():
   """Where a stack is: blocks of two sublayers leave no scan."""
   model = tiny_network.model("block_attnres", mixers=("attention",))

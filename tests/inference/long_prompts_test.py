@@ -29,6 +29,7 @@ def _mesh():
   return sharding.make_mesh(config_lib.MeshConfig(data=1, tensor=DEVICES))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   ("name", "cached"),
   [
@@ -65,6 +66,7 @@ def test_collectives_of_a_chunk(name, cached):
   assert largest == 4 * LENGTH * config.width
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "name",
   [

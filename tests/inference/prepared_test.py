@@ -3,12 +3,14 @@
 
 import jax
 import numpy as np
+import pytest
 
 from attnres_jax.inference import engine
 from attnres_jax.inference import prepared
 from tests import tiny_network
 
 
+@pytest.mark.more
 def test_order_of_products(monkeypatch):
   """On a CPU too, if it is asked for."""
   model = tiny_network.model(mixers=("attention",), num_kv_heads=1)

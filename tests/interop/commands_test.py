@@ -102,6 +102,7 @@ def test_sampling(imported, capsys):
   assert capsys.readouterr().out.startswith("def")
 
 
+@pytest.mark.more
 def test_training_goes_on_and_the_result_goes_out(imported, tmp_path, capsys):
   fields = small_checkpoint.run_fields(tmp_path)
   config = config_lib.load_config(str(imported / "config.py"), fields)

@@ -87,7 +87,7 @@ def _is_same(found, config):
 @pytest.mark.parametrize(
   "name,every",
   [
-    ("attnres", 3),
+    pytest.param("attnres", 3, marks=pytest.mark.more),
     *(
       pytest.param(name, 1, marks=pytest.mark.slow)
       for name in families.FAMILIES

@@ -97,6 +97,7 @@ def test_the_published_48b_network_is_that_of_configs():
   )  # fmt: skip
 
 
+@pytest.mark.more
 def test_the_published_shapes_of_k3():
   config = families.read_config(_of_k3(K3))
   packed = {

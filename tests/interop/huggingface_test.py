@@ -13,6 +13,7 @@ from attnres_jax.common import sharding
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files
+from tests import tiers
 from tests.interop import small_checkpoint
 
 FAMILIES = tuple(families.FAMILIES)
@@ -23,6 +24,7 @@ def _assert_same(one, other):
   jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.more
 def test_dtypes_of_leaves_are_kept(tmp_path):
   model = small_checkpoint.model("kimi_linear")
   leaf = "sublayers/kda/core/a_log/value"
@@ -52,7 +54,7 @@ def test_layers_of_several_dtypes_are_not_rounded(tmp_path):
   assert source.dtypes == {"sublayers/mlp/core/up/value": "F32"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@tiers.parametrize("family", FAMILIES, first=["kimi_linear", "attnres"])
 def test_round_trips_are_bit_equal(tmp_path, family):
   model = small_checkpoint.write(tmp_path / "a", family, shard_bytes=60_000)
   source = huggingface.read(tmp_path / "a")

@@ -64,6 +64,7 @@ def _reference(folder):
   return found, config["text_config"]
 
 
+@pytest.mark.more
 def test_logits(folder):
   model = huggingface.load(huggingface.read(folder))
   rng = np.random.default_rng(0)
@@ -91,8 +92,8 @@ def test_shards_decode_their_own_part(folder):
   alone, sharded = map(trees.to_flat, both)
   for name, leaf in alone.items():
     np.testing.assert_array_equal(sharded[name], leaf, err_msg=name)
-  up = sharded["sublayers/moe/core/up/value"]
-  assert up.addressable_shards[0].data.size == up.size // 8
+  both = sharded["sublayers/moe/core/gate_and_up/value"]
+  assert both.addressable_shards[0].data.size == both.size // 8
 
 
 def test_parts_that_are_no_whole_groups(tmp_path):

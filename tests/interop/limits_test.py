@@ -15,6 +15,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files
+from tests import tiers
 from tests.interop import small_checkpoint
 
 SIZES = (300_000_000, 10**12)
@@ -32,7 +33,7 @@ def _places(values):
     yield values, key, value
 
 
-@pytest.mark.parametrize("family", families.FAMILIES)
+@tiers.parametrize("family", families.FAMILIES, first=["attnres", "llama"])
 @pytest.mark.parametrize(
   "given", [SIZES, pytest.param(MORE, marks=pytest.mark.slow)]
 )

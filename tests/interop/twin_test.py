@@ -13,6 +13,7 @@ from attnres_jax import models
 from attnres_jax.common import trees
 from attnres_jax.interop import config_table
 from attnres_jax.interop import huggingface
+from tests import tiers
 from tests import tiny_network
 from tests.interop import small_checkpoint
 
@@ -73,7 +74,7 @@ def _export(model, folder):
   )
 
 
-@pytest.mark.parametrize("case", CASES)
+@tiers.parametrize("case", CASES, first=["block"])
 def test_comes_back_bit_by_bit(case, tmp_path):
   model = _network(case)
   _export(model, tmp_path / "out")

@@ -20,6 +20,7 @@ from attnres_jax.interop import upcycle
 from attnres_jax.interop import weights_folder
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.train import checkpoint
+from tests import tiers
 from tests.interop import small_checkpoint
 
 Residual = config_lib.ResidualConfig
@@ -60,12 +61,13 @@ def expected(plain):
   return logits_BTV, trees.to_flat(gradient)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "case",
   [
     pytest.param(case, marks=() if case in MAIN else pytest.mark.slow)
     for case in SCHEMES
   ],
+  first=["block"],
 )
 def test_it_is_the_same_function_and_learns(case, plain, expected):
   model = upcycle.upcycle(plain, SCHEMES[case])
@@ -99,7 +101,7 @@ def test_without_the_factor_it_is_another_function(plain, expected):
   assert np.abs(_both(mean)[0] - expected[0]).max() > 0.05
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@tiers.parametrize("scan_layers", [True, False])
 def test_decoding(plain, scan_layers):
   """A chunk and a token; without a scan, the token has separate reads."""
   plain = trees.from_flat(
@@ -179,6 +181,7 @@ def folders(tmp_path_factory):
   return a, b
 
 
+@pytest.mark.more
 @pytest.mark.needs("tokenizers")
 def test_the_command(folders, tmp_path, capsys):
   a, b = folders

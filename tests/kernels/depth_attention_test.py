@@ -12,6 +12,7 @@ import pytest
 from attnres_kernels import depth_attention
 from attnres_kernels import dispatch
 from tests import compare
+from tests import tiers
 
 EPS = 1e-6
 
@@ -107,13 +108,15 @@ class TestDepthAttention:
 
   @pytest.mark.parametrize("implementation", PLAIN)
   @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-  @pytest.mark.parametrize(
-    "shape", ((1, 1, (3,), 8), (3, 4, (2, 5), 24), (11, 3, (2, 2, 2), 40))
+  @tiers.parametrize(
+    "shape",
+    ((1, 1, (3,), 8), (3, 4, (2, 5), 24), (11, 3, (2, 2, 2), 40)),
+    first=2,
   )
   def test_plain_backends(self, implementation, dtype, shape):
     self.check(implementation, *make(0, *shape, dtype))
 
-  @pytest.mark.parametrize(
+  @tiers.parametrize(
     "dtype,shape",
     [
       ("float32", (3, 2, (20,), 40)),
@@ -125,6 +128,7 @@ class TestDepthAttention:
       # The most sources.
       pytest.param("bfloat16", (2, 130, (3,), 24), marks=pytest.mark.slow),
     ],
+    first=2,
   )
   def test_pallas_tpu_interpreted(self, dtype, shape):
     self.check("pallas_tpu", *make(1, *shape, dtype))
@@ -182,6 +186,24 @@ class TestDepthAttention:
 def test_bad_input_is_named(query, sources, options, message):
   with pytest.raises(ValueError, match=message):
     depth_attention(jnp.ones(query), [*map(jnp.ones, sources)], **options)
+
+
+def test_gradient_compiles_a_few_instructions_per_source():
+  """Autodiff of the forward pass gives 14 loops per source, at four queries."""
+  query, source, dout, dlse = make(0, 4, 8, (2, 8), 16, "float32")
+
+  def loops(count):
+    backward = functools.partial(
+      dispatch.call, "depth_attention", "backward", "xla", eps=EPS
+    )
+    lowered = jax.jit(backward).lower(
+      query, tuple(source[:count]), dlse, tuple(dout), dlse
+    )
+    text = lowered.compile().as_text()
+    entry = text[text.index("\nENTRY") :]
+    return sum(entry.count(f" {name}(") for name in ("fusion", "dot", "call"))
+
+  assert loops(8) - loops(4) <= 4 * 9
 
 
 def test_named_backend_that_cannot_run_says_why(any_arguments):

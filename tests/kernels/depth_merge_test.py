@@ -14,6 +14,7 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import dispatch
+from tests import tiers
 
 ALL = ("reference", "xla", "pallas_tpu")
 
@@ -37,7 +38,7 @@ def rms_norm(x, eps):
 
 class TestDepthMerge:
   @pytest.mark.parametrize("implementation", ALL)
-  @pytest.mark.parametrize("tokens,width", (((3,), 40), ((2, 5), 16)))
+  @tiers.parametrize("tokens,width", (((3,), 40), ((2, 5), 16)))
   def test_two_phases_are_one_softmax(self, implementation, tokens, width):
     query, source = make(tokens, width)
     cotangent = jnp.cos(jnp.arange(source[0].size)).reshape(source[0].shape)

@@ -179,8 +179,9 @@ class TestAttention:
 
     text = lower(kind, step, query, sources)
     assert "depth_attention_forward" in text
-    # Of several queries, plain JAX is differentiated.
-    assert ("depth_attention_backward" in text) == (shape.queries == 1)
+    # Gradients of many wide queries do not fit in shared memory.
+    fits = shape.queries * shape.width <= 22_500
+    assert ("depth_attention_backward" in text) == fits
 
 
 @needs_new

@@ -13,6 +13,7 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import dispatch
+from tests import tiers
 
 EPS = 1e-6
 WIDTH = 12
@@ -54,7 +55,7 @@ def _query(queries, options, seed=1):
 
 @pytest.mark.usefixtures("float64")
 class TestValuesAndGradients:
-  @pytest.mark.parametrize(
+  @tiers.parametrize(
     "queries,options", [(2, OPTIONS[0]), (9, OPTIONS[1]), (9, OPTIONS[2])]
   )
   def test_depth_attention(self, queries, options):
@@ -73,7 +74,7 @@ class TestValuesAndGradients:
     for a, b in zip(*found, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-12)
 
-  @pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
+  @tiers.parametrize("options", OPTIONS[1:], ids=str)
   def test_merges(self, options):
     """The last source joins as the merge's; the second call norms, too."""
     query, bank = _query(1, options), _draw(3, 2, WIDTH)
@@ -125,7 +126,7 @@ class TestValuesAndGradients:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("implementation", [None, "pallas_tpu"])
+@tiers.parametrize("implementation", [None, "pallas_tpu"])
 def test_one_head_is_the_same_bit_by_bit(implementation):
   """Also one head of which the key is the full width."""
   query, bank = (_draw(*s, dtype=np.float32) for s in ((2, 24), (3, 5, 24)))

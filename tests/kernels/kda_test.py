@@ -13,6 +13,7 @@ from attnres_kernels import kda
 from attnres_kernels import kda_step
 from tests import compare
 from tests import jaxprs
+from tests import tiers
 
 PLAIN = ("reference", "xla")
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
@@ -104,7 +105,7 @@ def assert_all_close(actual, wanted, tolerance):
 
 
 class TestValues:
-  @pytest.mark.parametrize(
+  @tiers.parametrize(
     "length,chunk_size,packed",
     [
       (1, 1, False),
@@ -114,6 +115,7 @@ class TestValues:
       (7, 1, True),
       (7, 8, True),
     ],
+    first=[9, 25],
   )
   def test_gradients_are_those_of_the_recurrence(
     self, length, chunk_size, packed
@@ -130,7 +132,7 @@ class TestValues:
       actual = f("xla", segment_ids=ids, chunk_size=chunk_size)
       assert_all_close(actual, wanted, 1e-10)
 
-  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+  @tiers.parametrize("dtype", ["float32", "bfloat16"], first=["bfloat16"])
   def test_gradients_in_low_precision(self, dtype):
     # Two chunks and a bit, one reset at the start of one, one inside.
     # Two heads share a grid step, of one sequence or of two.
@@ -179,6 +181,7 @@ class TestValues:
       # Or no worse than plain JAX with the same operands.
       assert compare.error(a, c) < max(limit, 1.3 * compare.error(b, c)), name
 
+  @pytest.mark.more
   def test_what_is_saved_changes_nothing(self):
     given = make(14, 1, 20, 1, 128, 128, "bfloat16")
     with dispatch.interpreted():
@@ -239,7 +242,7 @@ class TestMemory:
     if at == 0:
       np.testing.assert_array_equal(gradients[5], 0)
 
-  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+  @tiers.parametrize("dtype", ["float32", "bfloat16"])
   def test_long_sequence_with_strong_decay(self, dtype):
     length = 1 << 15
     (q, k, v, g, beta, state), _ = make(12, 1, length, 1, 16, 8, dtype)
@@ -272,6 +275,7 @@ class TestTransform:
     )
     jax.tree.map(np.testing.assert_array_equal, actual, wanted)
 
+  @pytest.mark.more
   def test_sharded_batch_needs_no_collective(self):
     mesh = jax.make_mesh(
       (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)

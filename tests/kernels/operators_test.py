@@ -15,6 +15,7 @@ from attnres_kernels import problems
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from tests import compare
+from tests import tiers
 from tests.kernels import tpu_aot_test
 
 
@@ -42,13 +43,14 @@ def test_compiles(name, shape, dtype, chip):
     assert re.search(rf"\b{kernel}\b", text), kernel
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name",
   [
     # The kernels of heads are those of one head.
     pytest.param(name, marks=[pytest.mark.slow] * ("heads" in name))
     for name in problems.OPERATORS
   ],
+  first=["depth_attention", "depth_merge_norm"],
 )
 def test_vmap_and_remat_change_nothing(name):
   """Two problems at once, each with its forward pass computed again."""
@@ -82,7 +84,7 @@ def _heads(*sizes, heads=1, rank=None, dtype="bfloat16"):
     yield pytest.param(name, shape, dtype, marks=slow, id=f"{name}-{shape}")
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,shape,dtype",
   [
     # Queries, sources, tokens, width. Registers have 128 columns: heads own
@@ -96,8 +98,7 @@ def _heads(*sizes, heads=1, rank=None, dtype="bfloat16"):
     *_heads(2, 18, 5, 256, heads=4),
     *_heads(2, 3, 9, 304, rank=140, dtype="float32"),
     *_heads(9, 2, 9, 256, rank=128),
-  ],
-)  # fmt: skip
+  ], first=2)  # fmt: skip
 def test_kernels_round_as_plain_jax_does(name, shape, dtype):
   """Interpreted, against the reference in float32."""
   operator = problems.OPERATORS[name]

@@ -9,6 +9,7 @@ import pytest
 
 from attnres_kernels import dispatch
 from attnres_kernels import rms_norm
+from tests import tiers
 
 EPS = 0.3  # Large enough to matter.
 
@@ -48,7 +49,9 @@ def run(implementation, x, gain, dy, eps=EPS):
 
 
 @pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
-@pytest.mark.parametrize("shape", [(2, 12, 256), (5, 130), (300, 128)], ids=str)
+@tiers.parametrize(
+  "shape", [(2, 12, 256), (5, 130), (300, 128)], ids=str, first=2
+)
 def test_values_and_gradients(implementation, shape):
   """Rows that do not fill a tile, and columns that do not fill registers."""
   arrays = make(shape, "float32")
@@ -68,6 +71,29 @@ def test_bfloat16_is_rounded_once(implementation):
     a = np.asarray(a, np.float64)
     np.testing.assert_allclose(a, b, rtol=2.0**-8, atol=1e-5)
   np.testing.assert_allclose(found[2], expected[2], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
+@pytest.mark.parametrize("tokens", [(2, 20), (1100,)], ids=str)
+def test_gated_heads(implementation, tokens):
+  """Times sigmoid(gate), by the norm of each head."""
+  x, gain, dy = make((*tokens, 2, 128), "float32")
+  gate = x[::-1] - 0.5
+
+  @jax.jit
+  def f(x, gain, gate, dy):
+    norm = lambda *a: rms_norm(*a, eps=EPS, implementation=implementation)
+    y, pull = jax.vjp(norm, x, gain, gate)
+    return y, *pull(dy)
+
+  with dispatch.interpreted():
+    found = f(x, gain, gate, dy)
+  open_ = 1 / (1 + np.exp(-np.asarray(gate, np.float64)))
+  dnormed = open_ * np.asarray(dy, np.float64)
+  normed, dx, dgain = oracle(x, gain, dnormed)
+  dgate = normed * np.asarray(dy, np.float64) * open_ * (1 - open_)
+  for a, b in zip(found, (open_ * normed, dx, dgain, dgate), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
 
 
 @pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
@@ -92,6 +118,10 @@ def test_bad_arguments():
   x, gain, _ = make((4, 8), "float32")
   with pytest.raises(ValueError, match=r"gain must be \(8,\), got \(7,\)"):
     rms_norm(x, gain[:7])
+  with pytest.raises(ValueError, match=r"gate must be \(4, 8\), got \(8,\)"):
+    rms_norm(x, gain, x[0])
+  with pytest.raises(NotImplementedError, match="multiples of 128 wide, got"):
+    rms_norm(x, gain, x, implementation="pallas_tpu")
   with pytest.raises(ValueError, match="eps=-1 must be"):
     rms_norm(x, gain, eps=-1)
   with pytest.raises(NotImplementedError, match="bfloat16 or float32, got flo"):

@@ -11,6 +11,7 @@ import pytest
 from attnres_kernels import dispatch
 from attnres_kernels import short_conv
 from attnres_kernels.short_conv import pallas_tpu
+from tests import tiers
 
 EPS = 1e-6
 
@@ -67,9 +68,10 @@ def test_definition(unit, packed):
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "unit,packed,width",
   [(False, True, 256), (True, False, 128), (True, True, 256)],
+  first=2,
 )
 def test_kernel(unit, packed, width, dtype, monkeypatch):
   # Three steps in time.

@@ -17,6 +17,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import trunk
 from attnres_jax.train import train_state
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 from tests.models import trunks
 
@@ -32,7 +33,7 @@ def _value(layers, module, embedding, *, remat, depth_loop, kinds=None):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "num_sublayers,remat,block_size",
   [
     # Kinds of sublayers repeat in every second block; the last one is short.
@@ -42,6 +43,7 @@ def _value(layers, module, embedding, *, remat, depth_loop, kinds=None):
     pytest.param(8, "dots", 2, marks=pytest.mark.slow),
     pytest.param(6, "full", 1, marks=pytest.mark.slow),
   ],
+  first=[8],
 )
 def test_scan_is_unrolled(num_sublayers, remat, block_size):
   results, scans = _both_forms(
@@ -148,6 +150,7 @@ def test_networks(dtype):
   assert 0 < _far(scanned, unrolled) < _far(unrolled, exact)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("tokens", [8, pytest.param(7, marks=pytest.mark.slow)])
 def test_meshes(tokens):
   """`tensor` divides the tokens of a row, or does not."""

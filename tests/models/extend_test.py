@@ -18,6 +18,7 @@ from attnres_jax.models import layer_stacks
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 from attnres_jax.models.mixers import cache as cache_lib
+from tests import tiers
 from tests import tiny_network
 
 TOKENS, VOCAB = 7, 16
@@ -100,11 +101,12 @@ def _check(model, tokens_T, tolerance=2e-5, separate=False):
   np.testing.assert_array_equal(end_B, start_B + length_B)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@tiers.parametrize("name", SCHEMES, first=["block_attnres", "full_attnres"])
 def test_every_scheme(name, tokens_T):
   _check(_model(name, moe=config_lib.MoeConfig()), tokens_T)
 
 
+@pytest.mark.more
 def test_a_read_may_change_the_carry(tokens_T, monkeypatch):
   class Halving(residuals.RESIDUALS["prenorm"]):
     def read(self, carry, slot, norm):
@@ -122,6 +124,7 @@ def test_layers_in_arrays_of_their_own(name, tokens_T):
   _check(model, tokens_T, separate=True)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "name,read",
   [
@@ -164,6 +167,7 @@ def test_every_mixer(dtype, tolerance, tokens_T):
   _check(model, tokens_T, tolerance)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "fields",
   [
@@ -179,6 +183,7 @@ def test_values_from_elsewhere(fields, tokens_T):
   _check(_model(**fields), tokens_T)
 
 
+@pytest.mark.more
 def test_biases_norms_and_scaled_positions(tokens_T):
   attention = config_lib.AttentionConfig(
     qkv_bias=True, output_bias=True, qk_norm=True
@@ -187,13 +192,14 @@ def test_biases_norms_and_scaled_positions(tokens_T):
   _check(_model("prenorm", attention=attention, rope=rope), tokens_T)
 
 
+@pytest.mark.more
 def test_latents_of_queries(tokens_T):
   mla = dataclasses.replace(KINDS["mla"], query_rank=6)
   _check(_model(mixers=("mla",), mla=mla), tokens_T)
 
 
 def test_a_context_is_what_is_read(tokens_T):
-  model, half = _model(), TOKENS // 2
+  model, half = _model("prenorm", num_layers=1), TOKENS // 2
   extend = jax.jit(
     lambda model, tokens, cache, context: model.extend(
       tokens, cache, context=context

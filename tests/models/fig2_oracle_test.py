@@ -9,6 +9,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.models import residuals
 from tests import compare
+from tests import tiers
 from tests.models import trunks
 
 FORMS = ("two_phase", "one_softmax")
@@ -30,13 +31,14 @@ def _check(name, num_sublayers, listing, **fields):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "listing,num_sublayers,size",
   [
     *((trunks.fig2, *shape) for shape in [(4, 2), (6, 4)]),
     # A boundary at any sublayer.
     *((trunks.fig2_per_sublayer, *shape) for shape in [(7, 3), (1, 1), (3, 9)]),
   ],
+  first=3,
 )
 def test_outputs(listing, num_sublayers, size, form):
   blocks = functools.partial(listing, block_size=size)
@@ -57,22 +59,24 @@ def test_kimi_k3_has_these_sources():
   assert count == 2 * 7168 * (2 * 93 + 1) == 2_680_832
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "fields",
   [dict(form="one_softmax"), *(dict(schedule_size=n) for n in (1, 3, 9))],
+  first=2,
 )
 def test_full_attnres_is_equations_1_to_4(fields):
   _check("full_attnres", 7, trunks.full_attnres, **fields)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,num_sublayers,fields",
   [
     ("block_attnres", 4, dict(block_size=2)),
     ("block_attnres", 5, dict(block_size=3)),
     ("full_attnres", 5, dict(schedule_size=3)),
   ],
+  first=["block_attnres"],
 )
 def test_gradients(name, num_sublayers, fields, form):
   def definition(module, sublayers, embedding):

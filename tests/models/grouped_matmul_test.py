@@ -2,6 +2,7 @@
 """Products of sorted rows, for each platform, against a loop over groups."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from attnres_jax.common import topology
 from attnres_jax.models import grouped_matmul
 from attnres_kernels import dispatch
+from tests import tiers
 
 GROUPS, IN, OUT = 5, 6, 4
 # Rows per group: even, some or most of them empty, all in one, larger and
@@ -55,14 +57,14 @@ def _products(x, weight, dy, sizes):
   )
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@tiers.parametrize("sizes", SIZES, first=2)
 def test_is_its_definition(sizes):
   arguments = _inputs(sizes)
   for found, expected in zip(_products(*arguments), _definition(*arguments)):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("sizes", SIZES[1:])
+@tiers.parametrize("sizes", SIZES[1:])
 def test_the_route_of_tpu_is_the_same(sizes, monkeypatch):
   """`ragged_dot`, by its definition for any platform, and Pallas kernels."""
   _only_the_kernels(monkeypatch)
@@ -147,6 +149,17 @@ def test_rows_of_a_tile_waste_little():
     (size, _, _), missing = grouped_matmul._tiles(rows, 2304, 1024, groups)
     tiles = (rows + missing) // size + groups - 1
     assert tiles * size <= 1.13 * rows, (rows, groups, size)
+
+
+@pytest.mark.parametrize("depth,width", [(1056, 1168), (528, 1168)])
+def test_tiles_of_the_sweep_waste_little(depth, width):
+  """A gradient's tiles, of 436M: the last ones are computed in full."""
+  (_, *tiles), _ = grouped_matmul._tiles(147456, depth, width, 128)
+  computed = math.prod(
+    -(-size // tile) * tile for size, tile in zip((depth, width), tiles)
+  )
+  assert computed <= 1.33 * depth * width
+  assert math.prod(tiles) * 4 <= 2**21  # Several are on the core.
 
 
 def test_bfloat16_rounds_once():

@@ -33,6 +33,7 @@ def _value_and_grad(model):
   return value(model)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "name,remat",
   [

@@ -17,11 +17,12 @@ from attnres_jax.models import moe
 from attnres_jax.plan import hlo
 from tests import compare
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 from tests.models import cores
 
 BATCH, TOKENS, WIDTH = 8, 5, 12
-EXPERTS, TOP_K, HIDDEN, FACTOR = 6, 3, 4, 2.446
+EXPERTS, TOP_K, HIDDEN, FACTOR = 8, 3, 4, 2.446
 
 
 def _config(dtype="float32", activation="silu", **kwargs):
@@ -68,9 +69,9 @@ def _definition(module, x_BTD):
     low = x @ weights["latent_down"] if "latent_down" in weights else x
     y = 0.0 * low
     for e in order[:TOP_K]:
-      expert = {name: weights[name][e] for name in ("gate", "up", "down")}
+      gate, up = np.swapaxes(weights["gate_and_up"][e], 1, 2)
       share = score[e] / score[order[:TOP_K]].sum()
-      y = y + FACTOR * share * swiglu(low, **expert)
+      y = y + FACTOR * share * swiglu(low, gate, up, weights["down"][e])
     if "latent_norm" in weights:
       rms = np.sqrt((y**2).mean() + 1e-6)
       y = y / rms * weights["latent_norm"]["gain"]
@@ -115,6 +116,7 @@ def test_latents_and_bounded_units(kwargs):
   cores.assert_close(cores.apply(module, x_BTD), _definition(module, x_BTD)[0])
 
 
+@pytest.mark.more
 def test_latents_over_devices():
   """The outputs and all gradients, with experts on several devices."""
   module, x_BTD = _module(num_experts=8, **K3), _inputs()
@@ -126,7 +128,8 @@ def test_latents_over_devices():
 def test_no_token_is_dropped():
   """All tokens go to the same experts, and none to the others."""
   module, x_BTD = _module(), _inputs()
-  module.selection_bias[...] = jnp.array([0.0, 2.0, 0.0, 2.0, 2.0, 0.0])
+  chosen = jnp.array([1, 3, 4])
+  module.selection_bias[...] = jnp.zeros(EXPERTS).at[chosen].set(2.0)
   expected, experts = _definition(module, x_BTD)
   assert set(experts.flat) == {1, 3, 4}
   cores.assert_close(cores.apply(module, x_BTD), expected)
@@ -140,12 +143,11 @@ def _dense(module, x_BTD):
   least_BT1 = jnp.sort(biased_BTE, axis=-1)[..., -TOP_K, None]
   chosen_BTE = jnp.where(biased_BTE >= least_BT1, score_BTE, 0.0)
   weight_BTE = FACTOR * chosen_BTE / chosen_BTE.sum(-1, keepdims=True)
-  gate_BTEF = jnp.einsum("btd,edf->btef", x_BTD, weights["gate"])
-  up_BTEF = jnp.einsum("btd,edf->btef", x_BTD, weights["up"])
+  both_GBTEF = jnp.einsum("btd,egfd->gbtef", x_BTD, weights["gate_and_up"])
   y_BTD = jnp.einsum(
     "bte,btef,efd->btd",
     weight_BTE,
-    jax.nn.silu(gate_BTEF) * up_BTEF,
+    jax.nn.silu(both_GBTEF[0]) * both_GBTEF[1],
     weights["down"],
   )
   return y_BTD + module.shared(x_BTD)
@@ -180,6 +182,33 @@ def test_router_is_float32():
   np.testing.assert_array_equal(expert_UK, expected_expert)
 
 
+def test_scores_in_three_parts():
+  """The parts of the router add up to it, bit for bit; errors are float32's."""
+  rng = np.random.default_rng(0)
+  router_DE = jnp.asarray(rng.standard_normal((64, 24)) / 7, jnp.float32)
+  in_parts = jax.jit(moe.logits_in_parts)
+  powers = jnp.asarray(2.0 ** rng.integers(-5, 5, 64), jnp.bfloat16)
+  found = in_parts(jnp.diag(powers), router_DE)
+  scale = powers.astype(jnp.float32)[:, None]
+  np.testing.assert_array_equal(found, scale * router_DE)
+  x_UD = jnp.asarray(rng.standard_normal((512, 64)), jnp.bfloat16)
+  exact = np.asarray(x_UD, np.float64) @ np.asarray(router_DE, np.float64)
+  error = lambda logits: np.std(np.asarray(logits, np.float64) - exact)
+  wide = error(jax.jit(moe.exact_logits)(x_UD, router_DE))
+  assert error(in_parts(x_UD, router_DE)) < 1.5 * wide
+  assert wide < error(x_UD @ router_DE.astype(x_UD.dtype)) / 1000
+
+
+def test_checkpointing_keeps_the_choice():
+  """The backward pass neither scores nor chooses again."""
+  module, x_BTD = _module(num_shared=0), _inputs("bfloat16")
+  keep = jax.checkpoint_policies.save_only_these_names(moe.ROUTING)
+  for policy, count in ((keep, 1), (None, 2)):
+    loss = jax.checkpoint(_loss, policy=policy)
+    program = str(jax.make_jaxpr(jax.grad(loss))(module, x_BTD))
+    assert program.count("top_k[") == count
+
+
 def test_bfloat16():
   module, x_BTD = _module(), _inputs("bfloat16")
   expected, _ = _definition(module, x_BTD.astype(jnp.float32))
@@ -187,12 +216,12 @@ def test_bfloat16():
 
 
 def test_what_is_kept_for_backward():
-  """No activation in float32, and two arrays of the experts' products."""
+  """No activation in float32, and one array of the experts' products."""
   module, x_BTD = _module(), _inputs("bfloat16")
   kept = jaxprs.saved(lambda module, x: module(x), module, x_BTD)
   assert not [a for a in kept if a.dtype == jnp.float32 and WIDTH in a.shape]
   pairs = BATCH * TOKENS * TOP_K
-  assert len([a for a in kept if a.shape == (pairs, HIDDEN)]) == 2
+  assert len([a for a in kept if a.shape == (pairs, 2 * HIDDEN)]) == 1
 
 
 def _load(module, x_BTD, counts=None):
@@ -256,7 +285,7 @@ def _shardings(mesh, module):
   return sharding.state_sharding(tree, mesh)["moe"]["core"]
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "axes,ambient",
   [
     (dict(fsdp=2, tensor=2), True),
@@ -280,9 +309,10 @@ def test_over_devices(axes, ambient):
   )
 
 
+@pytest.mark.more
 def test_expert_parallel_in_bfloat16():
   """Rounded as on one device; gradients of weights are not."""
-  module, x_BTD = _module(), _inputs("bfloat16")
+  module, x_BTD = _module(seed=7), _inputs("bfloat16")
   found = _over(_mesh(fsdp=2, expert=2))(module, x_BTD)
   exact = _value_and_gradients(module, x_BTD.astype(jnp.float32))
   once = _value_and_gradients(module, x_BTD)
@@ -290,7 +320,7 @@ def test_expert_parallel_in_bfloat16():
     assert a.dtype == b.dtype
     error = lambda x, c=c: np.abs(np.asarray(x, np.float32) - c).max()
     assert error(a) <= 1.5 * error(b) + 1e-6 * np.abs(c).max()
-  for name in ("gate", "up", "down"):
+  for name in ("gate_and_up", "down"):
     leaf = getattr(found[1][0], name)[...]
     assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
 
@@ -321,7 +351,7 @@ def test_pieces_hold_the_usual_number_of_rows():
 
 @pytest.mark.needs("libtpu")
 def test_what_travels_on_tpu():
-  """Tokens over `expert`, parts of weights in bfloat16 over `fsdp`."""
+  """Tokens over `expert`, whole experts in bfloat16 over `fsdp`."""
   width, hidden, experts = 768, 128, 16
   config = tiny_network.config(
     width=width,
@@ -354,19 +384,21 @@ def test_what_travels_on_tpu():
     for one in hlo.Program(compiled.as_text()).collectives()
     for array in one.arrays
   ]
-  own, half = experts // 4, width // 2
+  rows = experts // 4 * hidden
   weights = {
-    (*how, str(a)) for *how, a in sent if len(a.dims) == 3 and hidden in a.dims
+    (kind, str(a))
+    for kind, axes, a in sent
+    if axes == "fsdp" and width in a.dims[1:]
   }
   assert weights == {
-    ("all-gather", "fsdp", f"bf16[{own},{half},{hidden}]"),
-    ("all-gather", "fsdp", f"bf16[{own},{hidden},{half}]"),
-    ("reduce-scatter", "fsdp", f"f32[{own},{width},{hidden}]"),
-    ("reduce-scatter", "fsdp", f"f32[{own},{hidden},{width}]"),
+    ("all-gather", f"bf16[{rows},{width}]"),
+    ("all-gather", f"bf16[{rows // 2},{width}]"),
+    ("reduce-scatter", f"f32[{2 * rows},{width}]"),
+    ("reduce-scatter", f"f32[{rows},{width}]"),
   }
   tokens = {(*how, a.dtype, math.prod(a.dims)) for *how, a in sent}
   assert ("all-gather", "expert", "bf16", 64 * width) in tokens
-  assert ("all-to-all", "expert", "bf16", 4 * 64 * width) in tokens
+  assert ("reduce-scatter", "expert", "bf16", 4 * 64 * width) in tokens
 
 
 def test_devices_share_the_work():
@@ -388,6 +420,7 @@ def test_devices_share_the_work():
   assert "all-gather" not in program and "all-to-all" not in program
 
 
+@pytest.mark.more
 def test_load_metrics():
   load = jnp.array([[3.0, 3.0, 3.0, 3.0], [0.0, 8.0, 0.0, 0.0], [1, 3, 0, 4]])
   found = moe.load_metrics(load)

@@ -12,6 +12,7 @@ import pytest
 
 from attnres_jax.models import trunk
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 
 TOKENS, WIDTH, HIDDEN, LAYERS = 64, 32, 48, 4
@@ -61,7 +62,7 @@ def _limit(name, num_blocks, dtype="float32", **_):
   return TOKENS * WIDTH * vectors, statistics
 
 
-@pytest.mark.parametrize("fields", SCHEMES)
+@tiers.parametrize("fields", SCHEMES, first=3)
 def test_full_keeps_one_vector_per_sublayer_and_block(fields):
   kept, num_blocks = _saved("full", **fields)
   vectors, statistics = _limit(num_blocks=num_blocks, **fields)
@@ -97,6 +98,7 @@ def test_reads_of_depth_keep_no_float32_vectors(scan):
   assert sum(a.size for a in vectors) == count * TOKENS * WIDTH
 
 
+@pytest.mark.more
 def test_dots_also_keeps_products():
   fields = dict(name="block_attnres", block_size=4)
   kept = {

@@ -10,6 +10,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models import residuals
+from tests import tiers
 from tests import tiny_network
 from tests.models import reference
 
@@ -54,7 +55,7 @@ _trace = jax.jit(lambda model, tokens: model.trace(tokens))
 _alone = jax.jit(lambda part, h: part.core(part.norm(h), None))
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,documents,fields",
   [
     ("prenorm", False, {}),
@@ -64,6 +65,7 @@ _alone = jax.jit(lambda part, h: part.core(part.norm(h), None))
     ("block_attnres", True, dict(tie_embeddings=True, rope_theta=100.0)),
     ("block_attnres", False, dict(logit_soft_cap=2.0, num_heads=2)),
   ],
+  first=["full_attnres", "block_attnres"],
 )
 def test_logits_are_those_of_the_definition(name, documents, fields):
   model, tokens, segments = _model(name, **fields), _tokens(), []
@@ -104,8 +106,8 @@ def test_half_precision_does_not_round_running_sums():
     np.testing.assert_array_equal(carry, 256.0 + 5 * 0.5)
 
 
-@pytest.mark.parametrize(
-  "name,kinds", [*((name, {}) for name in SCHEMES), ("prenorm", MIXED)]
+@tiers.parametrize(
+  "name,kinds", [*((name, {}) for name in SCHEMES), ("prenorm", MIXED)], first=4
 )
 def test_trace_is_what_the_network_did(name, kinds):
   model, tokens = _model(name, **kinds), _tokens()

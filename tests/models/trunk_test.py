@@ -11,6 +11,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
 from tests import compare
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 from tests.models import trunks
 
@@ -26,7 +27,7 @@ def _value_and_grad(layers, module, embedding, **options):
   return value, by_layers, jax.tree.leaves(by_scheme), by_embedding
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,num_sublayers,fields,scans",
   [
     ("prenorm", 6, {}, 1),
@@ -34,6 +35,7 @@ def _value_and_grad(layers, module, embedding, **options):
     ("block_attnres", 6, dict(block_size=4), 1),  # the last block is one of 2
     ("full_attnres", 5, dict(schedule_size=3), 0),
   ],
+  first=["block_attnres"],
 )
 def test_scans_and_checkpoints_change_nothing(
   name, num_sublayers, fields, scans
@@ -59,7 +61,7 @@ def test_scans_and_checkpoints_change_nothing(
     compare.trees(other, results[0], 1e-12)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,fields",
   [
     ("prenorm", {}),
@@ -71,6 +73,7 @@ def test_scans_and_checkpoints_change_nothing(
     ("delta_attnres", dict(read=VALUE_QUERY)),
     ("delta_block", dict(block_size=2, read=VALUE_QUERY)),
   ],
+  first=["full_attnres", "block_attnres"],
 )
 def test_state_is_valid_between_any_two_sublayers(name, fields):
   """Segments can be cut anywhere (as in pipelines) without any effect."""

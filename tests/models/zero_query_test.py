@@ -15,6 +15,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from tests import compare
+from tests import tiers
 from tests import tiny_network
 from tests.models import trunks
 
@@ -45,7 +46,7 @@ def _prenorm():
   return _logits_and_gradient(_model("prenorm"), TOKENS)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,fields",
   [
     ("rescaled", {}),
@@ -61,6 +62,7 @@ def _prenorm():
     ("laurel_lr", {}),
     ("mudd", {}),
   ],
+  first=["full_attnres", "block_attnres"],
 )
 def test_transformer_starts_as_its_prenorm_twin(name, fields):
   logits, gradient, _ = _prenorm()
@@ -77,7 +79,9 @@ def test_transformer_starts_as_its_prenorm_twin(name, fields):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["full_attnres", "block_attnres"])
+@tiers.parametrize(
+  "name", ["full_attnres", "block_attnres"], first=["block_attnres"]
+)
 def test_dead_parameters(name, form):
   """The first sublayer has one source; a gain behind a zero query is idle."""
   model = _model(name, form=form, block_size=3)

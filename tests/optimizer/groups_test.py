@@ -8,6 +8,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import optimizer
+from tests import tiers
 from tests import tiny_network
 
 OLD = ("^embedding/", "^sublayers/", "^final_norm/")
@@ -40,7 +41,7 @@ def _gradient(model):
   return jax.tree.map(draw, model)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@tiers.parametrize("name", ["adamw", "muon"], first=["muon"])
 def test_only_queries_and_gains_are_trained(name):
   model = _model()
   gradient = _gradient(model)

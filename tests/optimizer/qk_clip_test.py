@@ -171,6 +171,7 @@ def batch():
   return {"tokens": jax.random.randint(jax.random.key(3), (4, 9), 0, 32)}
 
 
+@pytest.mark.more
 def test_a_step(batch):
   plain, plain_metrics = _step(_program(), batch)
   whole = _program()
@@ -208,6 +209,7 @@ def test_a_step(batch):
   assert changed >= 2
 
 
+@pytest.mark.more
 def test_frozen_weights_are_not_scaled(batch):
   optim = config_lib.OptimConfig(qk_clip=0.01, freeze=("core/query$",))
   program = _program(optim=optim)

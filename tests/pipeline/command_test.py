@@ -37,7 +37,7 @@ def test_a_config_says_what_crosses_boundaries():
 @pytest.mark.parametrize(
   "arguments,message",
   [
-    (["--stage=0"], "stage: got 0, expected a whole number of at least 1"),
+    (["--stage=0"], "--stage: got 0, expected a number above 0"),
     (["--microbatches=6"], "a multiple of num_ranks=4, such as 4 or 8"),
     (["--sublayers=7"], "num_chunks: got 8, expected at most 7"),
     (["--block_size=-1"], "block_size: got -1, expected"),

@@ -25,6 +25,10 @@ VOCAB, WIDTH, LENGTH = 16, 16, 7
 SMALL = (2, 2, 4, 4, 3)
 
 
+# Experts are stored over all devices.
+MOE = dataclasses.replace(tiny_network.KINDS["moe"], num_experts=8)
+
+
 def config(shape, mesh=None, *, scheme="block_attnres", pipeline=None, **model):
   ranks, stages, microbatches, sublayers, block = shape
   mesh = config_lib.MeshConfig(**{"stage": ranks, "data": 1} | (mesh or {}))
@@ -144,5 +148,5 @@ def assert_as_on_one_device(config):
 
 
 def of_all_kinds(mesh, **fields):
-  fields = tiny_network.KINDS | dict(last_mixer="mla") | fields
+  fields = tiny_network.KINDS | dict(last_mixer="mla", moe=MOE) | fields
   return config((2, 1, 2, 4, 2), mesh, **fields)

@@ -6,6 +6,7 @@ import pytest
 from attnres_jax.common import topology
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import transport
+from tests import tiers
 from tests.pipeline import labels
 
 RULES = layout_lib.RULES
@@ -35,7 +36,7 @@ def slow(shapes):
   ]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@tiers.parametrize("rule", RULES, first=["cached"])
 @pytest.mark.parametrize("shape", slow(SHAPES))
 def test_devices_receive_and_links_carry_what_is_planned(shape, rule):
   layout = make_layout(shape)

@@ -24,6 +24,7 @@ from attnres_jax.models import residuals
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.train import checkpoint
 from attnres_jax.train import train_state
+from tests import tiers
 from tests import tiny_network
 from tests.pipeline import networks
 
@@ -69,6 +70,7 @@ def _rms(a):
   return np.sqrt(np.mean(np.square(a)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "shape,scheme,fields",
   [
@@ -105,6 +107,7 @@ def test_chunks_that_are_no_loops(shape, scheme, reason):
     networks.make(networks.config(shape, scheme=scheme, depth_loop="scan"))
 
 
+@pytest.mark.more
 def test_autodiff_of_the_forward_loop_and_evaluation():
   shape, by_autodiff = (2, 1, 2, 2, 1), dict(schedule="gpipe")
   config = networks.config(shape, scheme="prenorm", pipeline=by_autodiff)
@@ -116,7 +119,7 @@ def test_autodiff_of_the_forward_loop_and_evaluation():
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize("gather", ["tick", "step"])
+@tiers.parametrize("gather", ["tick", "step"], first=["step"])
 def test_weights_that_are_cut_over_devices_of_a_rank(gather):
   pipeline = dict(gather=gather)
   networks.assert_as_on_one_device(

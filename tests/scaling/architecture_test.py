@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameter arithmetic against the released and the published counts."""
 
-import pytest
-
 from attnres_jax.scaling import architecture
 from attnres_jax.scaling import paper
+from tests import tiers
 
 # Per row of Table 2: activated millions with 64 and 256 experts and a dense
 # first block, with 512 and none; billions in total with 512 and with 256
@@ -18,7 +17,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+@tiers.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_table_2(row):
   name, e64, e256, e512, total512, total256 = row
   size = {size.name: size for size in paper.TABLE_2}[name]

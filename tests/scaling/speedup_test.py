@@ -7,6 +7,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.scaling import effective_speedup
 from attnres_jax.scaling import fit
+from tests import tiers
 
 COMPUTE = np.geomspace(1e-6, 3e-5, 5)
 LAW = fit.PowerLaw(0.4, 0.12)
@@ -69,7 +70,7 @@ def test_what_a_pair_shares_cancels():
   assert found.high - found.low < 0.2 * (alone.high - alone.low)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "errors",
   [
     dict(own=0.004, common=0.02),

@@ -21,6 +21,7 @@ from attnres_jax.sweep.launchers import local
 from attnres_jax.train import run_folder
 from experiments.arch_sweep import report as shapes
 from experiments.scaling_law import report as laws
+from tests import tiers
 from tests.sweep import tiny_sweep
 
 
@@ -109,7 +110,7 @@ def _names(folder):
   return [run.name for run in folder_lib.read(folder)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@tiers.parametrize("kind", KINDS, first=6)
 def test_damage_is_of_one_run(sweep, capsys, kind):
   folder, _ = sweep
   bad, *good = _names(folder)
@@ -134,7 +135,7 @@ def test_damage_is_of_one_run(sweep, capsys, kind):
     assert "2/3 done, 1 damaged" in laws.render(folder, found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@tiers.parametrize("kind", KINDS, first=6)
 def test_damage_and_launch(sweep, capsys, monkeypatch, kind):
   """The others are trained; what was prepared can be made again."""
   folder, _ = sweep

@@ -138,6 +138,7 @@ def _finish(whole, source, folder):
   _assert_same(whole, folder)
 
 
+@pytest.mark.more
 def test_killed_sweep_ends_like_an_undisturbed_one(whole, source, tmp_path):
   _survive(whole, source, tmp_path, kills=1, anywhere=False)
 
@@ -171,6 +172,7 @@ def test_two_launchers_at_once(whole, source, tmp_path):
     assert not tiny_run.events(folder / run.name, "resume")
 
 
+@pytest.mark.more
 def test_full_disk_fails_a_run_with_one_cause(source, tmp_path):
   (run, other) = tiny_sweep.prepare(tmp_path / "sweep", source)
   blocked = tmp_path / "sweep" / run.name / "metrics.jsonl"
@@ -216,6 +218,7 @@ def test_a_disk_that_fills_up_during_a_sweep(whole, source, tmp_path):
   _assert_same(whole, out)
 
 
+@pytest.mark.more
 def test_report_rows_and_status(whole, tmp_path, capsys):
   for run in folder_lib.read(whole):
     log = (whole / run.name / "log.txt").read_text()

@@ -101,6 +101,7 @@ def test_a_claim_that_is_handed_in_stays_its_owners(place):
   assert not claims.is_held(place)
 
 
+@pytest.mark.more
 def test_a_killed_holder_leaves_nothing_behind(tmp_path):
   process = subprocess.Popen(
     [sys.executable, "-c", _HOLDER, str(tmp_path)],

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 import pytest
 
 from attnres_jax.train import signals
+from tests import tiers
 from tests import tiny_run
 
 _PROGRAM = """
@@ -57,7 +58,7 @@ def _signalled(program, kind, mode):
   return process.returncode, out
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "kind, mode",
   # One table has them all.
   [(signal.SIGTERM, "c"), (signal.SIGINT, "c"), (signal.SIGINT, "python"),
@@ -112,7 +113,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("how", ["reader ends", "closed", "full"])
+@tiers.parametrize("how", ["reader ends", "closed", "full"], first=["closed"])
 def test_a_process_outlives_its_outputs(how, tmp_path):
   end = tmp_path / "end"
   argv = [sys.executable, "-c", _TALKER, str(end)]

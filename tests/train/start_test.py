@@ -92,6 +92,7 @@ def test_any_checkpoint_and_another_optimiser(run, fields):
   _assert_equal(state.average, state.model)
 
 
+@pytest.mark.more
 def test_three_stages(run, fields, tmp_path):
   """Longer sequences, another schedule and a mixture; killed and resumed."""
   corpus = fields.pop("data.path")

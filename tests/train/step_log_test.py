@@ -153,6 +153,7 @@ def test_not_finite_names_the_metric(make, changes, cause):
   assert sink.rows[-1]["event"] == "not finite"
 
 
+@pytest.mark.more
 def test_not_finite_is_found_between_rows_too(make):
   log, _ = make(log_every=10)
   log.add(1, _metrics(finite=False, loss=np.nan))

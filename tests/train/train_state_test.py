@@ -15,6 +15,7 @@ from attnres_jax.common import sharding
 from attnres_jax.train import train_state
 from tests import compare
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 
 VOCAB = 17
@@ -160,6 +161,7 @@ def test_metrics_are_what_they_say(name, documents):
   assert bool(row["finite"]) and row["skipped"] == 0
 
 
+@pytest.mark.more
 def test_norms_are_of_what_is_trained():
   """As is the norm that is clipped."""
   freeze = ("^embedding/", "^sublayers/")
@@ -242,7 +244,7 @@ class TestExperts:
     np.testing.assert_array_equal(found, np.arange(8.0).reshape(2, 4))
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "parts,devices",
   [(4, 1), (2, 4), pytest.param(1, 8, marks=pytest.mark.slow)],
 )
@@ -314,7 +316,7 @@ def test_batch_without_targets_is_no_division_by_zero():
   assert all(np.isfinite(a).all() for a in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@tiers.parametrize("parts", [1, 4], first=[4])
 def test_eval_step_sums_without_the_z_loss(parts):
   """One microbatch after another, as in a step."""
   program = _program(_whole(accumulate_steps=parts))
@@ -330,13 +332,14 @@ def test_eval_step_sums_without_the_z_loss(parts):
   np.testing.assert_allclose(found["loss_sum"], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name",
   [
     "prenorm",
     pytest.param("full_attnres", marks=pytest.mark.slow),
     "block_attnres",
   ],
+  first=["block_attnres"],
 )
 def test_depth_series(name):
   config = _config(name, accumulate_steps=2)
@@ -403,6 +406,7 @@ def test_what_is_kept_for_backward(name):
   assert not program.network.kept_bytes(program.abstract_state.model)
 
 
+@pytest.mark.more
 def test_the_state_is_donated():
   program = _program(WHOLE)
   state = program.init_state()

@@ -58,6 +58,7 @@ def test_short_steps_and_first_steps_are_no_stalls():
   assert stalls.add(0.6, 0.0, False)["cause"].startswith("unknown")
 
 
+@pytest.mark.more
 def test_the_collector_skips_what_start_up_made():
   gc.unfreeze()  # What earlier tests have left.
   with watch.collector_frozen() as collector:
@@ -70,6 +71,7 @@ def test_the_collector_skips_what_start_up_made():
   assert collector.seconds == seconds
 
 
+@pytest.mark.more
 def test_a_run_writes_the_trace_of_its_steps(tmp_path):
   fields = tiny_run.corpus(tmp_path) | {
     "mesh.data": 1, "model.residual.name": "prenorm", "train.depth_every": 0,

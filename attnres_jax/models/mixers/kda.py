@@ -239,7 +239,7 @@ class Kda(attention.Mixer):
       assert self.gate_down is not None and self.gate_up is not None
       low_BTR = linear.linear(x_BTD, self.gate_down[...])
       gate_BTNH = _to_heads(low_BTR, self.gate_up[...])
-    gated_BTNH = _gated(o_BTNH, gate_BTNH, self.out_norm)
+    gated_BTNH = self.out_norm.gated(o_BTNH, gate_BTNH)
     return linear.output(gated_BTNH, self.output, 2)
 
 
@@ -321,15 +321,6 @@ def _log_decay(
   else:
     g_BTI = -rate_I[None, None] * jax.nn.softplus(biased_BTI)
   return jnp.reshape(g_BTI, (*g_BTI.shape[:2], heads, width))
-
-
-@jax.checkpoint
-def _gated(
-  o_BTNH: jax.Array, gate_BTNH: jax.Array, norm: norm_lib.RMSNorm
-) -> jax.Array:
-  normed_BTNH = norm(precision.widen(o_BTNH))
-  gate_BTNH = jax.nn.sigmoid(precision.widen(gate_BTNH))
-  return (gate_BTNH * normed_BTNH).astype(o_BTNH.dtype)
 
 
 def _initial_a_log(key: jax.Array, num_heads: int) -> jax.Array:

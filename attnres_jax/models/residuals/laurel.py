@@ -18,12 +18,15 @@ class LaurelLR(prenorm.Stream):
 
     h_{l+1} = f_l(h_l) + h_l + B_l A_l h_l
 
-  From excerpts of ports of Gemma 3n's code, which normalise B A h; we have not
-  seen the original. The paper's other two forms are not here, because we could
-  not read the paper. B starts at zero, so
-  that the network starts as PreNorm, and A at random, of fan-in size (our
-  choices). Both products are in float32. The rank is `model.residual.rank`, 64
-  unless set, as in that code.
+  We could not read the paper: summaries give this sum, and its other two forms
+  are not here. Gemma 3n's released code (google-deepmind/gemma) has a relative,
+  at attention only, on the sublayer's normalised input n:
+
+    (h_l + f_l(h_l) + n + RMSNorm(B_l A_l n)) / sqrt(2)
+
+  The rank is `model.residual.rank`, 64 unless set, as in that code. B starts at
+  zero, so that the network starts as PreNorm, and A at random, of fan-in size
+  (our choices). Both products are in float32.
 
   Attributes:
     down: A, [L, D, R].

@@ -1,36 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth attention on Nvidia GPUs (from Hopper on), in Pallas Mosaic GPU.
 
-One warpgroup per token reads the token's sources twice, tile by tile. The first
-pass sums up scores and, backward, the products with the output gradients. The
-second pass writes mixtures or source gradients. Between the two, each thread
-holds all M x Q statistics of the token in registers. The second pass finds the
-sources of its token (M x D x 2 bytes, 41 kB in the 48B model) in a cache.
+Both kernels read a token's sources from memory once (`token_walk`). The first
+walk sums up, per source, its square and its products with queries and,
+backward, with output gradients; the second walk writes mixtures or source
+gradients. In between, every thread computes the same M x Q weights and keeps
+them in shared memory.
 
-The backward kernel writes the factors of the sources, [M, T]. The query's
-gradient is one product per source with those factors.
-
-The backward pass has a kernel for one query only. Of several queries plain JAX
-is faster (kernels/benchmarks/results/gpu.csv). Forms on clusters of thread
-blocks, which never ran, are in commit c2dcbed (dev/LOG.md).
+The gradient of the queries is a sum over tokens. Every thread block adds up its
+tokens in shared memory and writes one row per query; XLA adds these rows. There
+are no atomics, so results repeat bit for bit.
 """
 
 import functools
-import itertools
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from attnres_kernels import token_walk
 from attnres_kernels import warpgroup
 from attnres_kernels.depth_attention import plain
 
-_ROWS = 8  # Queries whose partial sums are held at the same time.
-# Sources are unrolled, and the time to infer layouts grows with the square of
-# the program: half a minute at 24 sources and eight queries.
-_SOURCES = 32
-_STATISTICS = 1024  # Of a token: sources times queries.
+# Sources and queries are unrolled.
+_SOURCES, _PAIRS = 32, 256
+# Sums that a thread holds at the same time, and tiles.
+_SUMS, _TILES = 40, 3
+# Shared memory for gradients of queries, of which two blocks fit.
+_GRADIENT_BYTES = 90_000
 
 
 def why_not(
@@ -49,9 +46,9 @@ def why_not(
     return f"there is no token in sources of {sources[0].shape}"
   if len(sources) > _SOURCES:
     return f"at most {_SOURCES} sources, got {len(sources)}"
-  if len(sources) * num_queries > _STATISTICS:
+  if len(sources) * num_queries > _PAIRS:
     return (
-      f"at most {_STATISTICS} scores per token, got query {query_QD.shape} with"
+      f"at most {_PAIRS} scores per token, got query {query_QD.shape} with"
       f" {len(sources)} sources"
     )
   return None
@@ -63,51 +60,75 @@ def forward(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:  # fmt: skip
   """Returns the mixtures, a tuple of Q arrays, and their log-normalisers."""
   num_queries, width = query_QD.shape
-  tiles = warpgroup.Tiles(width)
-  flat = list(map(warpgroup.flatten, sources))
+  tiles = token_walk.Tiles(width)
+  flat = list(map(tiles.view, sources))
   num_tokens, num_slots = flat[0].shape[0], len(flat)
+  queries = range(num_queries)
 
   def kernel(query_ref: Any, *refs: Any) -> None:
-    """Query [Q, D], M sources [T, D]; out [Q, T, D], lse [T, Q]."""
-    source_refs, (out_ref, lse_ref) = refs[:num_slots], refs[num_slots:]
-    token = jax.lax.axis_index("program")
+    """Queries, M sources; Q mixtures, lse [Q, T]; weights [M * Q]."""
+    source_refs, refs = refs[:num_slots], refs[num_slots:]
+    *out_refs, lse_ref, weight_ref = refs
 
-    def attend(span: slice) -> None:
-      rows = span.stop - span.start
-      scores = [
-        _scores(tiles, ref.at[token], query_ref.at[span], eps)
-        for ref in source_refs
-      ]
-      top = functools.reduce(jnp.maximum, scores)
-      weights = [jnp.exp(score - top) for score in scores]
-      total = functools.reduce(operator.add, weights)
-      warpgroup.store(lse_ref.at[token, span], top + jnp.log(total))
-      weights = [tiles.across(weight * (1.0 / total)) for weight in weights]
+    def attend(token: Any) -> None:
+      for group in token_walk.groups(num_slots, _SUMS // (num_queries + 1)):
 
-      def mix(columns: Any, fresh: Any, carry: None) -> None:
-        mixed = tiles.zeros(rows)
-        for ref, weight in zip(source_refs, weights, strict=True):
-          mixed += tiles.down(tiles.load(ref.at[token, columns]), rows) * weight
-        warpgroup.store(out_ref.at[span, token, columns], mixed)
+        def terms(rows: Any, group: Any = group) -> Any:
+          wide = [tiles.load(source_refs[m].at[token, rows]) for m in group]
+          for x in wide:
+            yield x * x
+          for q in queries:
+            query = tiles.load(query_ref.at[q, rows])
+            for x in wide:
+              yield x * query
+
+        found = tiles.sums(len(group) * (num_queries + 1), terms)
+        for i, m in enumerate(group):
+          inverse = _inverse_rms(found[i], width, eps)
+          for q in queries:
+            score = found[(q + 1) * len(group) + i] * inverse
+            weight_ref[m * num_queries + q] = score
+      for q in queries:
+        places = [m * num_queries + q for m in range(num_slots)]
+        scores = [weight_ref[place] for place in places]
+        top = scores[0]
+        for score in scores[1:]:
+          top = jnp.maximum(top, score)
+        raised = [jnp.exp(score - top) for score in scores]
+        total = token_walk.add(raised)
+        lse_ref[q, token] = top + jnp.log(total)
+        for place, x in zip(places, raised):
+          weight_ref[place] = x / total
+
+      def mix(rows: Any, place: Any, fresh: Any, carry: None) -> None:
+        for span in token_walk.groups(num_queries, _TILES):
+          mixed: dict[int, Any] = {}
+          for m, ref in enumerate(source_refs):
+            x = tiles.load(ref.at[token, rows])
+            for q in span:
+              term = x * weight_ref[m * num_queries + q]
+              mixed[q] = mixed[q] + term if m else term
+          for q in span:
+            tiles.store(out_refs[q].at[token, rows], mixed[q])
 
       tiles.loop(mix, None)
 
-    for span in _spans(num_queries):
-      attend(span)
+    token_walk.each_token(num_tokens, attend)
 
-  out, lse = warpgroup.call(
+  *outs, lse_QT = token_walk.call(
     kernel,
     "depth_attention_forward",
+    tokens=num_tokens,
     out_type=[
-      jax.ShapeDtypeStruct((num_queries, num_tokens, width), flat[0].dtype),
-      jax.ShapeDtypeStruct((num_tokens, num_queries), jnp.float32),
+      *[tiles.like(flat[0])] * num_queries,
+      jax.ShapeDtypeStruct((num_queries, num_tokens), jnp.float32),
     ],
-    grid=num_tokens,
+    scratch=[(num_slots * num_queries,)],
     interpret=interpret,
-  )(query_QD, *flat)
+  )(tiles.view(query_QD), *flat)
   shape = sources[0].shape
-  lse = lse.T.reshape((num_queries, *shape[:-1]))
-  return tuple(out.reshape((num_queries, *shape))), lse
+  lse_QT = lse_QT.reshape((num_queries, *shape[:-1]))
+  return tuple(out.reshape(shape) for out in outs), lse_QT
 
 
 def backward(
@@ -116,106 +137,116 @@ def backward(
   interpret: Any = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
   """Returns the gradients of the queries and of every source."""
-  if len(query_QD) > 1:
+  num_queries, width = query_QD.shape
+  tiles = token_walk.Tiles(width)
+  if num_queries * tiles.padded * tiles.vector * 4 > _GRADIENT_BYTES:
     attend = functools.partial(plain.forward, eps=eps)
     return jax.vjp(attend, query_QD, sources)[1]((douts, dlse_QT))
-  (query_D,), width = query_QD, query_QD.shape[1]
-  tiles = warpgroup.Tiles(width)
-  dout_TD, *flat = map(warpgroup.flatten, (*douts, *sources))
+  flat = list(map(tiles.view, sources))
   num_tokens, num_slots = flat[0].shape[0], len(flat)
+  queries, pairs = range(num_queries), num_slots * num_queries
+  at = lambda m, q: m * num_queries + q
 
-  def kernel(
-    query_ref: Any, lse_ref: Any, dlse_ref: Any, dout_ref: Any, *refs: Any
-  ) -> None:
-    """Query [D], lse and dlse [T], dout and M sources [T, D].
+  def kernel(query_ref: Any, lse_ref: Any, dlse_ref: Any, *refs: Any) -> None:
+    """Queries, lse and dlse [Q, T], Q output gradients, M sources.
 
-    Then the results: M source gradients [T, D], factors of sources [M, T].
+    Then M source gradients, and query gradients [blocks, Q]; and in shared
+    memory query gradients [Q], scores, weights and factors [M * Q], and [M].
     """
-    source_refs = refs[:num_slots]
-    *dsource_refs, pull_ref = refs[num_slots:]
-    token = jax.lax.axis_index("program")
-    scores, products, inverses = [], [], []
-    for ref in source_refs:
+    dout_refs, refs = refs[:num_queries], refs[num_queries:]
+    source_refs, refs = refs[:num_slots], refs[num_slots:]
+    dsource_refs, refs = refs[:num_slots], refs[num_slots:]
+    dquery_ref, sum_ref, score_ref, weight_ref, pull_ref, bend_ref = refs
+    tiles.clear([sum_ref.at[q] for q in queries])
 
-      def terms(columns: Any, ref: Any = ref) -> tuple[jax.Array, ...]:
-        source = tiles.load(ref.at[token, columns])
-        query = tiles.load(query_ref.at[columns])
-        dout = tiles.load(dout_ref.at[token, columns])
-        return source * query, source * dout, source * source
+    def pull_back(token: Any) -> None:
+      share: list[Any] = [0.0] * num_queries
+      mean: list[Any] = [0.0] * num_queries
+      for group in token_walk.groups(num_slots, _SUMS // (2 * num_queries + 1)):
 
-      score, product, square = tiles.sums(terms, 3)
-      inverses.append(_inverse_rms(square, width, eps))
-      scores.append(score * inverses[-1])
-      products.append(product)
-    weights = [jnp.exp(score - lse_ref[token]) for score in scores]
-    # Large scores may differ from the forward pass's, which sums in another
-    # order: normalise again, so that the weights still sum to one.
-    share = 1.0 / functools.reduce(operator.add, weights)
-    weights = [weight * share for weight in weights]
-    mean = functools.reduce(
-      operator.add, (w * x for w, x in zip(weights, products))
+        def terms(rows: Any, group: Any = group) -> Any:
+          wide = [tiles.load(source_refs[m].at[token, rows]) for m in group]
+          for x in wide:
+            yield x * x
+          for ref in (*(query_ref.at[q, rows] for q in queries),
+                      *(ref.at[token, rows] for ref in dout_refs)):  # fmt: skip
+            other = tiles.load(ref)
+            for x in wide:
+              yield x * other
+
+        number = len(group)
+        found = tiles.sums(number * (2 * num_queries + 1), terms)
+        for i, m in enumerate(group):
+          bend_ref[m] = inverse = _inverse_rms(found[i], width, eps)
+          for q in queries:
+            score = found[(1 + q) * number + i] * inverse
+            product = found[(1 + num_queries + q) * number + i]
+            weight = jnp.exp(score - lse_ref[q, token])
+            share[q], mean[q] = share[q] + weight, mean[q] + weight * product
+            score_ref[at(m, q)] = score
+            weight_ref[at(m, q)] = weight
+            pull_ref[at(m, q)] = product
+      # Large scores may differ from the forward pass's, which sums in another
+      # order: normalise again, so that the weights still sum to one.
+      share = [1.0 / x for x in share]
+      for m in range(num_slots):
+        inverse, bend = bend_ref[m], 0.0
+        for q in queries:
+          weight = weight_ref[at(m, q)] * share[q]
+          apart = pull_ref[at(m, q)] - mean[q] * share[q]
+          pull = weight * (apart + dlse_ref[q, token]) * inverse
+          bend += pull * score_ref[at(m, q)]
+          weight_ref[at(m, q)] = weight
+          pull_ref[at(m, q)] = pull
+        bend_ref[m] = bend * inverse * (1.0 / width)
+
+      def write(rows: Any, place: Any, fresh: Any, carry: None) -> None:
+        for group in token_walk.groups(num_slots, _TILES):
+          wide = [tiles.load(source_refs[m].at[token, rows]) for m in group]
+          made = [-bend_ref[m] * x for m, x in zip(group, wide)]
+          for q in queries:
+            query = tiles.load(query_ref.at[q, rows])
+            dout = tiles.load(dout_refs[q].at[token, rows])
+            dquery = tiles.load(sum_ref.at[q, place])
+            for i, m in enumerate(group):
+              weight, pull = weight_ref[at(m, q)], pull_ref[at(m, q)]
+              made[i] += weight * dout + pull * query
+              dquery += pull * wide[i]
+            tiles.store(sum_ref.at[q, place], dquery)
+          for m, dsource in zip(group, made):
+            tiles.store(dsource_refs[m].at[token, rows], dsource)
+
+      tiles.loop(write, None)
+
+    token_walk.each_token(num_tokens, pull_back)
+    block = jax.lax.axis_index("program")
+    tiles.copy(
+      [sum_ref.at[q] for q in queries],
+      [dquery_ref.at[block, q] for q in queries],
     )
-    factors = []
-    for slot, weight in enumerate(weights):
-      pull = weight * (products[slot] - mean + dlse_ref[token]) * inverses[slot]
-      bend = pull * scores[slot] * inverses[slot] * (1.0 / width)
-      pull_ref[slot, token] = pull
-      factors.append((weight, pull, bend))
 
-    def write(columns: Any, fresh: Any, carry: None) -> None:
-      dout = tiles.load(dout_ref.at[token, columns])
-      query = tiles.load(query_ref.at[columns])
-      for slot, (weight, pull, bend) in enumerate(factors):
-        source = tiles.load(source_refs[slot].at[token, columns])
-        dsource = weight * dout + pull * query - bend * source
-        warpgroup.store(dsource_refs[slot].at[token, columns], dsource)
-
-    tiles.loop(write, None)
-
-  *dsources, pull_MT = warpgroup.call(
+  blocks = min(token_walk.BLOCKS, num_tokens)
+  rows = num_queries, tiles.padded, tiles.vector
+  *dsources, dquery = token_walk.call(
     kernel,
     "depth_attention_backward",
+    tokens=num_tokens,
     out_type=[
-      *map(warpgroup.like, flat),
-      jax.ShapeDtypeStruct((num_slots, num_tokens), jnp.float32),
+      *map(tiles.like, flat),
+      jax.ShapeDtypeStruct((blocks, *rows), jnp.float32),
     ],
-    grid=num_tokens,
+    scratch=[rows, (pairs,), (pairs,), (pairs,), (num_slots,)],
     interpret=interpret,
-  )(query_D, jnp.ravel(lse_QT), jnp.ravel(dlse_QT), dout_TD, *flat)
-  dquery_D = jnp.zeros_like(query_D)
-  for pull_T, source_TD in zip(pull_MT, flat):
-    dquery_D += jnp.einsum(
-      "t,td->d",
-      pull_T,
-      source_TD.astype(jnp.float32),
-      precision=jax.lax.Precision.HIGHEST,
-    )
-  return dquery_D[None], tuple(x.reshape(sources[0].shape) for x in dsources)
-
-
-def _scores(
-  tiles: warpgroup.Tiles, row_ref: Any, query_ref: Any, eps: float
-) -> jax.Array:
-  """Scores [R] of a source's row ref [D] under queries, a ref [R, D]."""
-  rows = query_ref.shape[0]
-
-  def add(columns: Any, fresh: Any, carry: Any) -> Any:
-    dots, squares = carry
-    source = warpgroup.masked(tiles.load(row_ref.at[columns]), fresh)
-    query = tiles.load(query_ref.at[:, columns])
-    return dots + tiles.down(source, rows) * query, squares + source * source
-
-  dots, squares = tiles.loop(add, (tiles.zeros(rows), tiles.zeros()))
-  inverse = _inverse_rms(jnp.sum(squares), tiles.width, eps)
-  return jnp.sum(dots, axis=1) * inverse
+  )(
+    tiles.view(query_QD),
+    lse_QT.reshape(num_queries, -1),
+    dlse_QT.reshape(num_queries, -1),
+    *map(tiles.view, douts),
+    *flat,
+  )
+  dquery_QD = tiles.unpad(jnp.sum(dquery, axis=0))
+  return dquery_QD, tuple(x.reshape(sources[0].shape) for x in dsources)
 
 
 def _inverse_rms(square: jax.Array, width: int, eps: float) -> jax.Array:
   return jax.lax.rsqrt(square * (1.0 / width) + eps)
-
-
-def _spans(num_queries: int) -> list[slice]:
-  """Equal shares of at most `_ROWS` queries, up to one query."""
-  number = -(-num_queries // _ROWS)
-  ends = [i * num_queries // number for i in range(number + 1)]
-  return [slice(*pair) for pair in itertools.pairwise(ends)]

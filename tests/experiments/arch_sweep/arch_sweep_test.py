@@ -26,6 +26,7 @@ def _configs(spec):
   return [folder_lib.run_config(run) for run in grid.load(spec)]
 
 
+@pytest.mark.more
 def test_laptop_shapes_have_one_size():
   configs = _configs(SPEC)
   assert len(configs) == 5 * 3 * 2

@@ -81,6 +81,7 @@ def test_the_least_of_decoding_is_its_own_cache():
   assert last - first == pytest.approx(32_768 * 576 * 2 / 1e9, abs=2e-4)
 
 
+@pytest.mark.more
 def test_blocks_of_a_prompt_on_one_chip():
   """As many as on each of eight chips with eight times the tokens."""
   case = compiled.Case(

@@ -94,6 +94,7 @@ def test_experts_need_a_plan():
     experts.planned(networks.load("194m"), devices)
 
 
+@pytest.mark.more
 def test_the_command_times_programs(tmp_path, capsys):
   out = tmp_path / "rows.csv"
   common = ["--networks=tiny", "--rounds=1", f"--out={out}"]

@@ -77,7 +77,7 @@ def test_page_is_one_well_formed_file_that_loads_nothing(tmp_path, monkeypatch):
   ids = re.findall(r' id="([^"]*)"', page)
   assert len(ids) == len(set(ids)) > 0
   assert "\N{MINUS SIGN}0.0800 \N{PLUS-MINUS SIGN} 0.0000" in page
-  assert "Block AttnRes ends <b>0.08 ± 0.00</b> nats per token below" in page
+  assert "Block AttnRes ends <b>0.080 ± 0.000</b> nats per token below" in page
   assert "http-equiv" not in page
   assert not re.search(r"\$\{?[a-z]", page), "an unfilled placeholder"
 

@@ -4,6 +4,7 @@
 import argparse
 import os
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +150,7 @@ def test_checks_pass_and_can_fail(name, dtype, monkeypatch):
   assert row["status"] == measure.FAILED
 
 
+@pytest.mark.more
 def test_the_command(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}kernels")
   monkeypatch.chdir(pathlib.Path(__file__).parents[3])
@@ -179,7 +181,9 @@ def test_the_whole_short_form(tmp_path, monkeypatch):
   ],
 )
 def test_bad_arguments(flag, words, capsys, tmp_path):
-  assert run.main([flag, f"--out={tmp_path / 'new'}"]) == 2
+  with pytest.raises(SystemExit) as ended:
+    sys.exit(run.main([flag, f"--out={tmp_path / 'new'}"]))
+  assert ended.value.code == 2
   assert words in capsys.readouterr().err
   assert not (tmp_path / "new").exists()
 

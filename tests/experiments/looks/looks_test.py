@@ -39,6 +39,7 @@ def network_fixture():
   return run.Network("full", 0, model, tokens_BT)
 
 
+@pytest.mark.more
 def test_looks_become_a_readme(network, tmp_path):
   origin = {"hardware": "x", "jax": "0", "commit": "c"}
   rows = [

@@ -14,6 +14,7 @@ from experiments.arch_sweep import report as arch_report
 from experiments.pages import page
 from experiments.pages import sweep
 from experiments.scaling_law import report as law_report
+from tests import tiers
 from tests.sweep import tiny_sweep
 
 HOSTILE = """<script>alert('x')</script>"><img src=x onerror="y">&{{ body }}"""
@@ -65,7 +66,7 @@ def _spoiled(values, keep=()):
   }
 
 
-@pytest.mark.parametrize("kind", SPECS)
+@tiers.parametrize("kind", SPECS, first=["any"])
 def test_reports_of_sweeps(tmp_path, kind):
   spec, render = SPECS[kind]
   runs = folder_lib.prepare(tmp_path, grid.load(spec)[:8], HOSTILE)

@@ -33,6 +33,7 @@ def rows():
   ]
 
 
+@pytest.mark.more
 def test_numbers_of_known_schemes(rows):
   plain, full, delta = rows
   # A sum: one vector of state; read it, add an output to it.

@@ -92,6 +92,7 @@ def test_goodput_sums_runs(laptop):
   assert total[-1] == "0:50:00"
 
 
+@pytest.mark.more
 def test_unfinished_sweep_reloads_itself(laptop, monkeypatch):
   """And starts no device."""
   monkeypatch.setattr(

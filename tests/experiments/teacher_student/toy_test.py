@@ -117,6 +117,7 @@ def test_runs_of_a_seed_share_data_and_first_weights():
   )
 
 
+@pytest.mark.more
 def test_the_command_resumes(tmp_path, monkeypatch):
   monkeypatch.setattr(toy, "READOUTS", ("normalised",))
   monkeypatch.setattr(toy, "STUDENTS", ("standard", "rescaled", "attention"))

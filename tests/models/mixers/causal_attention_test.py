@@ -12,6 +12,7 @@ from attnres_jax.common import topology
 from attnres_jax.models.mixers import causal_attention
 from attnres_kernels import dispatch
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 
 BATCH, HEADS, WIDTH, VALUE = 2, 4, 6, 3
@@ -139,7 +140,7 @@ def _widened(arrays):
   return [x.astype(jnp.float32) for x in arrays]
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "dtype,packed,heads,kv_heads,width,value",
   [
     ("float32", False, 2, 2, 24, 16),
@@ -147,6 +148,7 @@ def _widened(arrays):
     ("bfloat16", True, 2, 2, 192, 128),
     ("bfloat16", False, 4, 1, 32, 32),
   ],
+  first=2,
 )
 def test_splash_is_the_tiled_form(
   dtype, packed, heads, kv_heads, width, value, monkeypatch
@@ -240,6 +242,7 @@ def test_a_named_kernel_that_cannot_run_says_so(
     jax.jit(lambda *a: _all(kernel, segments, *a))(*arrays)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kernel", ["auto", "cudnn"])
 def test_cudnn_is_asked_where_it_is_there(kernel, monkeypatch):
   """With JAX's plain form of the same function in its place."""

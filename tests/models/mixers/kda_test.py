@@ -158,6 +158,7 @@ def test_any_cut_of_a_sequence_is_the_same(pieces):
   assert state.key_BKNH.shape == (BATCH, 3, HEADS, HEAD)
 
 
+@pytest.mark.more
 def test_bfloat16():
   module, wide = _module(dtype="bfloat16"), _module()
   x_BTD = _inputs("bfloat16")
@@ -191,6 +192,7 @@ def test_initial_gates_are_in_their_ranges():
   np.testing.assert_allclose(np.mean(np.log(step)), np.log(1e-2), atol=0.05)
 
 
+@pytest.mark.more
 def test_save_reaches_the_kernels():
   def kernels(save):
     config = _config(chunk_size=16, save=save)

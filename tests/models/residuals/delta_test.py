@@ -128,6 +128,7 @@ def _logits_and_gradient(model):
   return logits, gradient.residual
 
 
+@pytest.mark.more
 def test_conversion_is_prenorm_bit_by_bit_until_its_gate_opens():
   plain, model = _network("prenorm"), _network("delta_mh")
   queries = model.residual.queries

@@ -7,6 +7,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
+from tests import tiers
 from tests import tiny_network
 from tests.models import trunks
 
@@ -134,7 +135,9 @@ def test_reads_and_weights_are_the_definition(name, options):
     np.testing.assert_array_equal(seen[1 : 1 + hidden], 0)
 
 
-@pytest.mark.parametrize("name,options", CASES[:4:3], ids=str)
+@tiers.parametrize(
+  "name,options", CASES[:4:3], ids=str, first=["block_attnres"]
+)
 def test_gradients_of_two_phases_are_those_of_the_definition(name, options):
   layers, embedding = trunks.toy(3)
   results = []

@@ -29,6 +29,7 @@ from attnres_jax.models import trunk
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams
 from tests import jaxprs
+from tests import tiers
 from tests import tiny_network
 from tests.models import trunks
 
@@ -101,7 +102,7 @@ def _schemes():
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", list(_schemes()))
+@tiers.parametrize("name", list(_schemes()), first=["block_attnres", "mhc"])
 def test_scan_loop_parts_and_checkpoints_agree(name):
   kinds, scheme = _kinds(name), _scheme(name)
   layers, embedding = trunks.toy(4, pre_norm=scheme.pre_norm)
@@ -133,7 +134,7 @@ def test_scan_loop_parts_and_checkpoints_agree(name):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", list(_schemes()))
+@tiers.parametrize("name", list(_schemes()), first=["block_attnres", "mhc"])
 def test_reads_are_linear_while_coefficients_are_fixed(name):
   """So that mixing matrices show the coefficients, and nothing else."""
   scheme, rng = _scheme(name), np.random.default_rng(2)

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 
+from tests import tiers
 from tests.models import trunks
 
 
@@ -34,7 +35,7 @@ def dynamic(module, l, streams):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
+@tiers.parametrize(
   "name,definition",
   [("static_hyper_connections", static), ("hyper_connections", dynamic)],
 )

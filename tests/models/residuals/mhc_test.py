@@ -15,6 +15,7 @@ from attnres_jax.models import residuals
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import mhc
 from attnres_jax.models.residuals import streams as streams_lib
+from tests import tiers
 from tests import tiny_network
 from tests.models import trunks
 
@@ -65,7 +66,7 @@ def coefficients(name, module, l, streams):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", MATRICES)
+@tiers.parametrize("name", MATRICES, first=["mhc"])
 def test_is_its_definition_with_its_gradients(name):
 
   def definition(module, sublayers, embedding):
@@ -82,7 +83,7 @@ def test_is_its_definition_with_its_gradients(name):
   )
 
 
-@pytest.mark.parametrize("name", MATRICES)
+@tiers.parametrize("name", MATRICES, first=["mhc"])
 def test_start(name):
   module = _scheme(name)
   streams = module.init(jnp.ones((1, 2, 6)))
@@ -157,6 +158,7 @@ def _sublayers(scheme, embedding, outputs):
   return scheme.readout(carry.streams), (reads, lost, carry.streams)
 
 
+@pytest.mark.more
 def test_streams_in_bfloat16():
   """Sums are float32; what is kept is rounded, once per sublayer."""
   results = []
@@ -192,6 +194,7 @@ def _loss_and_gradient(model, tokens_BT):
   return jax.value_and_grad(loss)(model)
 
 
+@pytest.mark.more
 def test_sharded_tokens():
   model = tiny_network.model("mhc", num_layers=1, scan_layers=False)
   rng = np.random.default_rng(0)

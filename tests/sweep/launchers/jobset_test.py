@@ -246,6 +246,7 @@ def free_job_id():
   raise AssertionError("no port is free")
 
 
+@pytest.mark.more
 def test_the_command_of_the_container_trains_the_run(tmp_path):
   """On two processes, which find each other as tasks of SLURM do."""
   fields = tiny_run.FIELDS | tiny_run.corpus(tmp_path)

@@ -18,6 +18,7 @@ from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import local
 from attnres_jax.train import claims
+from tests import tiers
 from tests.sweep import tiny_sweep
 
 # Behaves according to its seed, and writes lines to `acts`.
@@ -151,9 +152,7 @@ def test_what_cannot_be_cured_is_not_started_again(sweep, capfd):
   assert found.acts[4:] == ["seed0 starts"]
 
 
-@pytest.mark.parametrize(
-  "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-)
+@tiers.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_workers_save_and_starts_no_other(sweep, capfd, number):
   found = sweep("long", "long", "ok")
 
