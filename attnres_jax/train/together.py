@@ -3,8 +3,8 @@
 
 `jax.vmap` maps the step of a run over its seeds, since small networks leave
 most of a processor to overhead. A seed starts from the weights of its ordinary
-run and reads the same batches; only the order of sums differs. Its folder is
-that of an ordinary run, with its share of the time: an N-th of what N seeds
+run and reads the same batches; only the order of sums differs. It leaves the
+files of an ordinary run, and its share of the time: an N-th of what N seeds
 took. One process, one device.
 """
 
