@@ -91,6 +91,7 @@ class Study:
       are not trained again at the laptop's scale: its committed rows are used,
       if they are of the same text.
     deeper: variants that need the 32 sublayers of `deep` and `paper`.
+    deep: variants that need more than the 8 sublayers of `demo`.
     scale: by default.
     seeds: how many, by default.
   """
@@ -105,6 +106,7 @@ class Study:
   longer: tuple[str, ...] = ()
   shares: "Study | None" = None
   deeper: tuple[str, ...] = ()
+  deep: tuple[str, ...] = ()
   scale: str = LAPTOP
   seeds: int = 1
 
@@ -158,7 +160,7 @@ class Study:
     # Rows of the other study are committed for the laptop's scale only. The
     # epsilon of the control is twice the small scales'.
     every = {
-      DEMO: set(self.deeper),
+      DEMO: {*self.deep, *self.deeper},
       LAPTOP: {*self.shared, *self.deeper},
       DEEP: set(),
       D768: {CONTROL, *self.deeper},

@@ -20,6 +20,7 @@ import yaml
 from attnres_jax import data
 from attnres_jax.plan import search
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import actions
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
@@ -68,7 +69,7 @@ def test_launches_are_dry_runs_without_a_network(
 def test_the_five_commands_are_those_that_are_printed():
   (arguments,) = [one for one in launches() if "--launcher=tpu_vm" in one]
   options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
-  given = launchers.Options(settings=cli._settings(options.set))
+  given = launchers.Options(settings=actions._settings(options.set))
   printed = tpu_vm.commands(options.workdir, tpu_vm.parse(given)).values()
   assert len(printed) == 5
   assert "\n".join(printed) in TEXT
