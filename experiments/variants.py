@@ -33,7 +33,6 @@ from configs import paired
 BASELINE, CONTROL = "prenorm", "control"
 DEMO, LAPTOP, DEEP = "demo", "laptop", "deep"
 D768, PAPER = "d768", "paper"
-DEMO_SUBLAYERS = 8
 # The budget of `Study.longer`.
 TWICE = 2.0
 
@@ -92,6 +91,7 @@ class Study:
       are not trained again at the laptop's scale: its committed rows are used,
       if they are of the same text.
     deeper: variants that need the 32 sublayers of `deep` and `paper`.
+    deep: variants that need more than the 8 sublayers of `demo`.
     scale: by default.
     seeds: how many, by default.
   """
@@ -106,6 +106,7 @@ class Study:
   longer: tuple[str, ...] = ()
   shares: "Study | None" = None
   deeper: tuple[str, ...] = ()
+  deep: tuple[str, ...] = ()
   scale: str = LAPTOP
   seeds: int = 1
 
@@ -158,13 +159,8 @@ class Study:
     """Variants that are not trained at a scale."""
     # Rows of the other study are committed for the laptop's scale only. The
     # epsilon of the control is twice the small scales'.
-    too_deep = {
-      name
-      for name, variant in self.variants.items()
-      if variant.fields.get("model.residual.block_size", 0) > DEMO_SUBLAYERS
-    }
     every = {
-      DEMO: too_deep | set(self.deeper),
+      DEMO: {*self.deep, *self.deeper},
       LAPTOP: {*self.shared, *self.deeper},
       DEEP: set(),
       D768: {CONTROL, *self.deeper},

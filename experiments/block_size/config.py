@@ -43,6 +43,7 @@ STUDY = variants.Study(
   rate_seeds=2,
   budgets=(0.5, 2.0),
   shares=ablations.STUDY,
+  deep=(NAMES[16],),
   deeper=(NAMES[32],),
 )
 # Of `scale=deep`, where nothing is shared.

@@ -192,8 +192,6 @@ def table(study: Study, rows: Sequence[Row]) -> page.Table:
     "residual", *(["in the paper"] if published else []), "loss",
     "minus PreNorm", "pairs", "effective speed-up",
   )  # fmt: skip
-  if not any(line[-1] for line in lines):  # Without budgets of PreNorm.
-    header, lines = header[:-1], [line[:-1] for line in lines]
   return page.Table(header, lines)
 
 

@@ -59,7 +59,7 @@ def test_constants(blocks, alpha, beta):
 KINDS = tiny_network.KINDS | dict(
   num_layers=3, mixers=("attention", "kda", "mla")
 )
-SCALED = {"value", "output", "gate", "up", "down"}
+SCALED = {"value", "output", "gate", "up", "gate_and_up", "down"}
 
 
 def _model(name):
