@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages of a clone, and the commands of their blocks."""
 
+import functools
+import importlib
 import re
 import shlex
 
+from attnres_jax.sweep import cli
 from tests import tiny_run
 
 ROOT = tiny_run.ROOT
@@ -48,3 +51,13 @@ def commands(*names):
       start = words.index("-m") + 1
       found.append((words[start], words[start + 1 :]))
   return found
+
+
+def main(module):
+  """What `python -m` runs."""
+  loaded = importlib.import_module(module)
+  if hasattr(loaded, "EXPERIMENT"):
+    return functools.partial(cli.main, loaded.EXPERIMENT)
+  if not hasattr(loaded, "main"):
+    loaded = importlib.import_module(f"{module}.__main__")
+  return getattr(loaded, "main", None) or loaded.run.main

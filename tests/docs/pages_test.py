@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a page names is there: commands and flags, links, files, fields."""
 
-import functools
 import importlib
 import importlib.util
 import pathlib
@@ -12,7 +11,6 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import cli
 from tests.docs import pages
 
 ROOT = pages.ROOT
@@ -36,18 +34,8 @@ def _parse(module, arguments):
 
   with pytest.MonkeyPatch.context() as patch, pytest.raises(_Parsed) as parsed:
     patch.setattr(command_line.Parser, "parse_args", parse_and_end)
-    _main(module)(arguments)
+    pages.main(module)(arguments)
   return parsed.value.args[0]
-
-
-def _main(module):
-  """What `python -m` runs."""
-  loaded = importlib.import_module(module)
-  if hasattr(loaded, "EXPERIMENT"):
-    return functools.partial(cli.main, loaded.EXPERIMENT)
-  if not hasattr(loaded, "main"):
-    loaded = importlib.import_module(f"{module}.__main__")
-  return getattr(loaded, "main", None) or loaded.run.main
 
 
 @pytest.mark.parametrize("page", pages.PAGES)

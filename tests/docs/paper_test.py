@@ -5,8 +5,6 @@ Networks are small, sweeps say what they would start, and no committed file is
 written. `tests/interop/harness_test.py` runs the command of Table 3.
 """
 
-import functools
-import importlib
 import re
 import shlex
 import subprocess
@@ -15,12 +13,12 @@ import numpy as np
 import pytest
 
 from attnres_jax.common import csv_rows
-from attnres_jax.sweep import cli
 from experiments import publish
 from experiments.looks import run as looks
 from notebooks import execute
 from tests import tiny_network
 from tests import tiny_run
+from tests.docs import pages
 
 TEXT = (tiny_run.ROOT / "docs" / "paper.md").read_text()
 # Of the paper: what a row has to name.
@@ -85,18 +83,8 @@ def test_commands(words, tmp_path, monkeypatch, capfd):
   small = [flag.format(tmp_path / "out") for flag in SMALL[module]]
   if "step" in arguments:
     small += ["--networks=tiny", "--arms=prenorm"]
-  assert _main(module)([*arguments, *small]) == 0
+  assert pages.main(module)([*arguments, *small]) == 0
   assert any(capfd.readouterr())
-
-
-def _main(module):
-  """What `python -m` runs."""
-  loaded = importlib.import_module(module)
-  if hasattr(loaded, "EXPERIMENT"):
-    return functools.partial(cli.main, loaded.EXPERIMENT)
-  if not hasattr(loaded, "main"):
-    loaded = importlib.import_module(f"{module}.__main__")
-  return loaded.main
 
 
 def _shrink(module, monkeypatch):

@@ -12,7 +12,6 @@ tokens in shared memory and writes one row per query; XLA adds these rows. There
 are no atomics, so results repeat bit for bit.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -140,8 +139,7 @@ def backward(
   num_queries, width = query_QD.shape
   tiles = token_walk.Tiles(width)
   if num_queries * tiles.padded * tiles.vector * 4 > _GRADIENT_BYTES:
-    attend = functools.partial(plain.forward, eps=eps)
-    return jax.vjp(attend, query_QD, sources)[1]((douts, dlse_QT))
+    return plain.backward(query_QD, sources, lse_QT, douts, dlse_QT, eps=eps)
   flat = list(map(tiles.view, sources))
   num_tokens, num_slots = flat[0].shape[0], len(flat)
   queries, pairs = range(num_queries), num_slots * num_queries
