@@ -4,10 +4,10 @@
 import types
 
 from hypothesis import strategies as st
+import jax
 import pytest
 
 from attnres_jax import main
-from attnres_jax.common import command_line
 from attnres_jax.common import topology
 from attnres_jax.flops import __main__ as flops_main
 from attnres_jax.plan import __main__ as plan_main
@@ -87,7 +87,7 @@ def test_commands_with_flags(here, monkeypatch, cases):
   monkeypatch.setattr(aot_report, "make_report", lambda *a: {"fits": True})
   monkeypatch.setattr(aot_report, "to_text", lambda report: "")
   connect = lambda **given: (_ for _ in ()).throw(ValueError("no cluster"))
-  monkeypatch.setattr(command_line.jax.distributed, "initialize", connect)
+  monkeypatch.setattr(jax.distributed, "initialize", connect)
   commands = {"main": main, "flops": flops_main, "plan": plan_main}
 
   def call(name, arguments):
