@@ -132,9 +132,13 @@ def _state_vectors(model: config_lib.ModelConfig) -> float:
   return max(sizes) / vector.size
 
 
-def _network(name: str) -> models.Transformer:
+def _config(name: str) -> config_lib.ModelConfig:
   residual = dataclasses.replace(SMALL.residual, name=name)
-  return models.build_model(dataclasses.replace(SMALL, residual=residual))
+  return dataclasses.replace(SMALL, residual=residual)
+
+
+def _network(name: str) -> models.Transformer:
+  return models.build_model(_config(name))
 
 
 def _tokens() -> np.ndarray:
@@ -170,13 +174,15 @@ def _listed(matrix: np.ndarray) -> str:
 
 def _starts_as_prenorm(name: str) -> bool:
   """Whether the new network is the same function as with PreNorm."""
-  return bool(jnp.max(jnp.abs(_hidden(name) - _hidden("prenorm"))) < SAME)
+  hidden, prenorm = map(_hidden, map(_config, (name, "prenorm")))
+  return bool(jnp.max(jnp.abs(hidden - prenorm)) < SAME)
 
 
 @functools.cache
-def _hidden(name: str) -> jax.Array:
+def _hidden(config: config_lib.ModelConfig) -> jax.Array:
   """What the head reads in a new network."""
-  return jax.jit(lambda network: network.hidden(_tokens()))(_network(name))
+  network = models.build_model(config)
+  return jax.jit(lambda network: network.hidden(_tokens()))(network)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
