@@ -5,6 +5,7 @@ Networks are small, sweeps say what they would start, and no committed file is
 written. `tests/interop/harness_test.py` runs the command of Table 3.
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -49,14 +50,18 @@ def rows():
 
 def commands():
   """Modules and arguments; targets of the Makefile as what they run."""
+  # `make test` exports its own flags and arguments, which are not these.
+  exported = ("ARGS", "MAKEFLAGS", "MAKELEVEL")
+  environment = {k: v for k, v in os.environ.items() if k not in exported}
   found = {}
   for command in [c for _, some in rows() for c in some]:
     words = shlex.split(command)
     if words[0] == "make":
       make = ["make", "--dry-run", "--always-make", *words[1:]]
       done = subprocess.run(
-        make, cwd=tiny_run.ROOT, capture_output=True, text=True, check=True
-      )
+        make, cwd=tiny_run.ROOT, env=environment, capture_output=True,
+        text=True, check=True,
+      )  # fmt: skip
       words = shlex.split(done.stdout.splitlines()[-1])
     found[words[2], *words[3:]] = None
   return list(found)
