@@ -12,8 +12,9 @@ from attnres_jax.analysis import figures
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import monitor
-from experiments.pages import page
-from experiments.pages import svg
+from attnres_jax.sweep.pages import page
+from attnres_jax.sweep.pages import svg
+from attnres_jax.sweep.pages import sweep_page
 from experiments.pages import sweep
 
 BASELINE, OTHER = "prenorm", "full_attnres"
@@ -24,7 +25,7 @@ Row = Mapping[str, Any]
 def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
   """The page of the sweep."""
   title = "Loss over the shape of the network"
-  return sweep.report(folder, progress, title, _answer)
+  return sweep_page.render(folder, progress, title, _answer)
 
 
 def results(rows: Sequence[Row]) -> str:

@@ -16,11 +16,12 @@ from attnres_jax.analysis import plots
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep.pages import page
+from attnres_jax.sweep.pages import svg
+from attnres_jax.sweep.pages import sweep_page
 from experiments.demo import config
 from experiments.looks import run as looks
-from experiments.pages import page
 from experiments.pages import readme
-from experiments.pages import svg
 from experiments.pages import sweep
 from experiments.pages import variants
 
@@ -43,7 +44,7 @@ class Look(NamedTuple):
 
 def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
   """The page; once all runs are done, with a look into their networks."""
-  return sweep.report(
+  return sweep_page.render(
     folder,
     progress,
     "Attention Residuals, side by side",

@@ -6,8 +6,8 @@ import statistics
 from typing import Any
 
 from attnres_jax.scaling import pairs
+from attnres_jax.sweep.pages import page
 from experiments.depth_heads import config
-from experiments.pages import page
 from experiments.pages import variants
 
 

@@ -10,8 +10,8 @@ from scipy import stats
 
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
+from attnres_jax.sweep.pages import page
 from experiments.laptop_gain import config
-from experiments.pages import page
 from experiments.pages import readme
 
 Row = Mapping[str, Any]

@@ -7,6 +7,7 @@ import re
 from typing import Any, NamedTuple
 
 from attnres_jax.common import csv_rows
+from attnres_jax.sweep.pages import page
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -90,8 +91,7 @@ def fill(text: str, place: str, content: str) -> str:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """A Markdown table."""
-  lines = [header, ["---"] * len(header), *rows]
-  return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+  return page.Table(header, rows).markdown()
 
 
 def origin(rows: Rows) -> str:

@@ -18,8 +18,9 @@ from attnres_jax.common import csv_rows
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
 from attnres_jax.sweep import cli
+from attnres_jax.sweep.pages import page
+from attnres_jax.sweep.pages import sweep_page
 from experiments import variants
-from experiments.pages import page
 from experiments.pages import readme
 from experiments.pages import sweep
 from experiments.variants import BASELINE
@@ -47,7 +48,7 @@ def experiment(
   doc: str | None,
   study: Study,
   places: Sequence[readme.Place] = (),
-  render: sweep.Render | None = None,
+  render: sweep_page.Render | None = None,
 ) -> tuple[cli.Experiment, readme.Published]:
   """The command of a study, and what it publishes.
 
@@ -62,7 +63,9 @@ def experiment(
     file,
     doc,
     render=render
-    or functools.partial(sweep.report, answer=functools.partial(answer, study)),
+    or functools.partial(
+      sweep_page.render, answer=functools.partial(answer, study)
+    ),
     places=[readme.Place(functools.partial(results, study)), *places],
     figures={"differences.svg": functools.partial(forest, study)},
   )

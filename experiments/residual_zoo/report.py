@@ -12,7 +12,7 @@ from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
 from attnres_jax.common import csv_rows
 from attnres_jax.models import residuals
-from experiments.pages import page
+from attnres_jax.sweep.pages import page
 from experiments.pages import readme
 from experiments.pages import sweep
 from experiments.pages import variants

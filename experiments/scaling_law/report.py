@@ -18,10 +18,11 @@ from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
-from experiments.pages import losses as losses_lib
-from experiments.pages import page
+from attnres_jax.sweep.pages import losses as losses_lib
+from attnres_jax.sweep.pages import page
+from attnres_jax.sweep.pages import svg
+from attnres_jax.sweep.pages import sweep_page
 from experiments.pages import readme
-from experiments.pages import svg
 from experiments.pages import sweep
 from experiments.scaling_law import plans
 
@@ -44,8 +45,8 @@ _TwoEstimates = tuple[fit_lib.Estimate | None, fit_lib.Estimate | None]
 def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
   """The page of a sweep over sizes and schemes, or over learning rates."""
   if any(one.run and _RATE in one.run.overrides for one in progress):
-    return sweep.report(folder, progress, "Learning rates", _rates)
-  return sweep.report(folder, progress, "Loss over compute", _answer)
+    return sweep_page.render(folder, progress, "Learning rates", _rates)
+  return sweep_page.render(folder, progress, "Loss over compute", _answer)
 
 
 def results(rows: Sequence[Row]) -> str:

@@ -6,7 +6,7 @@ import math
 import statistics
 
 from attnres_jax.scaling import pairs
-from experiments.pages import page
+from attnres_jax.sweep.pages import page
 from experiments.pages import readme
 
 Row = Mapping[str, str]

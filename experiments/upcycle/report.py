@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from attnres_jax.scaling import pairs
-from experiments.pages import page
+from attnres_jax.sweep.pages import page
 from experiments.pages import readme
 
 BASELINE = "prenorm"

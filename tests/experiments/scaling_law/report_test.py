@@ -13,8 +13,8 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
-from experiments.pages import losses as losses_lib
-from experiments.pages import sweep
+from attnres_jax.sweep.pages import losses as losses_lib
+from attnres_jax.sweep.pages import sweep_page
 from experiments.scaling_law import report
 from tests.sweep import tiny_sweep
 
@@ -80,7 +80,7 @@ def test_goodput_sums_runs(laptop):
   folder, runs = laptop
   for run in runs[:3]:
     _leave(folder, run)
-  table = sweep.goodput(monitor.of_folder(folder))
+  table = sweep_page.goodput(monitor.of_folder(folder))
   assert table.header[-1] == "**all**"
   *lines, total = table.rows
   seconds = [row[-1].small[0].removesuffix(" s") for row in lines]

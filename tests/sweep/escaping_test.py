@@ -10,9 +10,9 @@ import pytest
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
+from attnres_jax.sweep.pages import page
+from attnres_jax.sweep.pages import sweep_page
 from experiments.arch_sweep import report as arch_report
-from experiments.pages import page
-from experiments.pages import sweep
 from experiments.scaling_law import report as law_report
 from tests import tiers
 from tests.sweep import tiny_sweep
@@ -22,7 +22,7 @@ SPECS = {
   "laws": ("configs/scaling.py", law_report.render),
   "rates": ("configs/scaling.py:scale=laptop_lr", law_report.render),
   "shapes": ("configs/arch_sweep.py", arch_report.render),
-  "any": ("configs/scaling.py", sweep.report),
+  "any": ("configs/scaling.py", sweep_page.render),
 }
 
 
@@ -96,7 +96,7 @@ def test_unknown_schemes(tmp_path):
   row = _spoiled(one.row)
   assert row["residual"].startswith(HOSTILE)
   one = dataclasses.replace(one, residual=row["residual"], row=row)
-  _assert_harmless(sweep.report(tmp_path, [one], HOSTILE), times=5)
+  _assert_harmless(sweep_page.render(tmp_path, [one], HOSTILE), times=5)
 
 
 def test_text_becomes_html_in_one_place():

@@ -7,7 +7,7 @@ import re
 import matplotlib
 from matplotlib import figure as figure_lib
 
-from experiments.pages import page
+from attnres_jax.sweep.pages import page
 
 # A placeholder for the text colour of the page.
 _INK = "#010203"

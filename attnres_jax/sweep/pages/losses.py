@@ -9,7 +9,7 @@ from typing import Any
 from attnres_jax.analysis import figures
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
-from experiments.pages import page
+from attnres_jax.sweep.pages import page
 
 BASELINE = "prenorm"
 # Columns that compare runs of one setting, and the first column after the

@@ -11,7 +11,7 @@ import numpy as np
 from attnres_jax.analysis import figures
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
-from experiments.pages import losses
+from attnres_jax.sweep.pages import losses
 
 # More panels would not be readable.
 _MAX_PANELS = 8

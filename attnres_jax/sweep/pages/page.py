@@ -18,7 +18,6 @@ import markupsafe
 from attnres_jax.analysis import figures
 from attnres_jax.models import residuals
 from attnres_jax.scaling import pairs
-from experiments.pages import readme
 
 _SHELL = pathlib.Path(__file__).with_name("shell.html")
 # Text that is HTML already.
@@ -73,14 +72,13 @@ class Table(NamedTuple):
   def markdown(self) -> str:
     """As Markdown, for a README."""
     cells = [[_cell(cell) for cell in row] for row in self.rows]
-    return readme.table(
-      self.header,
-      [
-        [f"{cell.text} {cell.aside}" if cell.aside else str(cell.text)
-         for cell in row]
-        for row in cells
-      ],
-    )  # fmt: skip
+    lines = [
+      [f"{cell.text} {cell.aside}" if cell.aside else str(cell.text)
+       for cell in row]
+      for row in cells
+    ]  # fmt: skip
+    lines = [self.header, ["---"] * len(self.header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
   def html(self) -> Html:
     """As HTML, for a page."""

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a sweep, one self-contained page of finished and open runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+import pathlib
+import time
+from typing import Any
+
+from etils import epath
+
+from attnres_jax.analysis import figures
+from attnres_jax.sweep import damage
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep.pages import curves
+from attnres_jax.sweep.pages import losses
+from attnres_jax.sweep.pages import page
+from attnres_jax.sweep.pages import svg
+
+_BODY = pathlib.Path(__file__).with_name("sweep.html")
+_REFRESH_SECONDS = 20
+_MAX_ERROR = 400
+_NO_CURVES = "No run has logged a step yet, or there are too many settings."
+
+Row = Mapping[str, Any]
+Render = Callable[[epath.Path, Sequence[monitor.Progress]], str]
+
+
+def answer(rows: Sequence[Row]) -> page.Html:
+  """The losses of any sweep, for experiments without their own figure."""
+  table = losses.table(rows).html() if rows else "No run is done yet."
+  return page.fill(
+    "<h2>Losses</h2>\n{{ table }}\n<p class=note>Validation loss in nats per"
+    " token after the last step, the mean over seeds; in small print the mean"
+    " difference from PreNorm with its 90 % interval, then every seed. N counts"
+    " parameters outside embedding and head.</p>",
+    table=table,
+  )
+
+
+def render(
+  folder: epath.Path,
+  progress: Sequence[monitor.Progress],
+  title: str = "Losses of a sweep",
+  answer: Callable[[Sequence[Row]], str] = answer,
+) -> str:
+  """The page, with the results so far; it reloads itself until all are done.
+
+  `answer` turns the rows of finished runs into HTML. Figures have to be created
+  within this call, which is within `svg.style()`.
+  """
+  rows = monitor.rows(progress)
+  running = sum(one.status == state_lib.RUNNING for one in progress)
+  with svg.style():
+    figure = curves.draw(curves.of_sweep(progress))
+    parts = {
+      "title": title,
+      "summary": monitor.summary(progress, running) + ".",
+      "answer": answer(rows),
+      "curves": svg.to_svg(figure, "curves") if figure else _NO_CURVES,
+      "goodput": goodput(progress).html(),
+      "lost_steps": f"{sum(x.goodput.lost_steps for x in progress):,}",
+      "runs": runs(progress).html(),
+      "facts": page.facts(_facts(folder, rows)),
+    }
+  over = all(one.status == state_lib.DONE for one in progress)
+  return page.render(
+    title, _BODY, parts, refresh_seconds=0 if over else _REFRESH_SECONDS
+  )
+
+
+def runs(progress: Sequence[monitor.Progress]) -> page.Table:
+  """A line per run, with its error in small print."""
+  rows = []
+  for one, (name, status, *cells) in zip(progress, monitor.cells(progress)):
+    error = [one.error[:_MAX_ERROR]] if one.error else []
+    rows.append(
+      [page.Cell("", small=[name]), page.Cell(status, small=error), *cells]
+    )
+  return page.Table(monitor.COLUMNS, rows)
+
+
+def goodput(progress: Sequence[monitor.Progress]) -> page.Table:
+  """How the time was spent, for every scheme and in total."""
+  known = [one for one in progress if one.run is not None]
+  groups: dict[str, list[monitor.Progress]] = {}
+  for one in known:
+    groups.setdefault(figures.name_of(one.residual), []).append(one)
+  groups["**all**"] = known
+  columns = []
+  for own in groups.values():
+    spent = sum((one.goodput for one in own), monitor.goodput_lib.Goodput())
+    total = sum(one.seconds for one in own)
+    seconds = spent.seconds | {"other": max(0.0, total - spent.total)}
+    cells = {name: _share(value, total) for name, value in seconds.items()}
+    columns.append(cells | {"**total**": monitor.duration(total)})
+  rows = [
+    [name.replace("_", " "), *(column[name] for column in columns)]
+    for name in columns[0]
+  ]
+  return page.Table(["", *groups], rows)
+
+
+def values_of(rows: Sequence[Row], name: str) -> str:
+  """All values of a column, in words."""
+  return ", ".join(sorted({str(row[name]) for row in rows}))
+
+
+def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
+  """Facts about the runs, not about the machine that draws the page."""
+  try:
+    source = folder_lib.source(folder)
+  except (FileNotFoundError, damage.DamagedError) as error:
+    source = str(error)
+  columns = ("device", "hardware", "python", "jax", "commit", "data")
+  return {
+    "Sweep": source,
+    **{name.capitalize(): values_of(rows, name) for name in columns},
+    "Date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+  }
+
+
+def _share(seconds: float, total: float) -> page.Cell:
+  share = f"{seconds / total:.0%}" if total else ""
+  return page.Cell(share, small=[f"{seconds:,.0f} s"])
