@@ -24,12 +24,15 @@ The weight of a row multiplies its hidden units rather than its output. So the
 rows that come in for the gradient need no weights, and the gradient of a weight
 is a sum over the hidden units.
 
+On several TPUs, kernels (`attnres_kernels.experts`) keep hidden units out of
+memory, and add up the rows of each token in float32.
+
 Axes: U tokens of this device; A = n U tokens of all devices; K experts of a
 token; E experts of this device; P = A K pairs (token, expert); J rows of a
 piece; G gate and up; C = 2 F, both side by side.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
@@ -47,6 +50,7 @@ from attnres_jax.models import grouped_matmul
 from attnres_jax.models import linear
 from attnres_jax.models import mlp
 from attnres_kernels import dispatch
+from attnres_kernels.experts import pallas_tpu as kernels
 
 # Rows of a piece, over the rows of a device if experts are balanced. More rows
 # need a second piece, which reads the weights again.
@@ -93,24 +97,21 @@ def _forward(
   num_local = _num_local(weights[0], sizes)
   pairs = _Pairs.sort(expert_UK, weight_UK, sizes, num_local)
   x_AD = pairs.from_all(x_UD)
-  gate_and_up_ECD, down_EFD = (
-    _gather(w, num_local, x_UD.dtype) for w in weights
-  )
+  matrices = [_gather(w, num_local, x_UD.dtype) for w in weights]
+  units = functools.partial(mlp.units, activation)
 
-  def one_piece(piece, y_AD):
+  def one_piece(piece, y_AD=None):
     x_JD = piece.rows_of(x_AD)
-    both_JC = piece.multiply(x_JD, gate_and_up_ECD, transposed=True)
-    hidden_JF = piece.units(activation, both_JC, piece.weight_J)
-    return piece.add(y_AD, piece.multiply(hidden_JF, down_EFD)), both_JC
+    y_JD, both_JC = piece.apply(units, x_JD, matrices)
+    return piece.add(y_AD, y_JD, len(x_AD)), both_JC
 
-  zeros_AD = jnp.zeros(x_AD.shape, weight_UK.dtype)
-  y_AD, both_JC = one_piece(pairs.piece(0), zeros_AD)
+  y_AD, both_JC = one_piece(pairs.piece(0))
   y_AD = pairs.more_pieces(lambda *args: one_piece(*args)[0], y_AD)
   kept = None
   if pairs.devices == 1:
     kept = ad_checkpoint.checkpoint_name(both_JC, linear.PRODUCT)
   residuals = x_UD, weight_UK, expert_UK, sizes, weights, kept
-  return pairs.to_owners(y_AD, x_UD), residuals
+  return pairs.to_owners(y_AD), residuals
 
 
 def _backward(
@@ -120,41 +121,27 @@ def _backward(
   num_local = _num_local(weights[0], sizes)
   pairs = _Pairs.sort(expert_UK, weight_UK, sizes, num_local)
   x_AD, dy_AD = pairs.from_all(x_UD), pairs.from_all(dy_UD)
-  gate_and_up_ECD, down_EFD = (
-    _gather(w, num_local, x_UD.dtype) for w in weights
-  )
+  matrices = [_gather(w, num_local, x_UD.dtype) for w in weights]
+  units = functools.partial(mlp.units, activation)
 
   def one_piece(piece, sums, both_JC=None):
-    dx_AD, dweight_P, dweights = sums
+    dx_AD, dweight_P, *dmatrices = sums
     x_JD, dy_JD = piece.rows_of(x_AD), piece.rows_of(dy_AD)
-    if both_JC is None:
-      both_JC = piece.multiply(x_JD, gate_and_up_ECD, transposed=True)
-    units = functools.partial(piece.units, activation)
-    hidden_JF, pull = jax.vjp(units, both_JC, piece.weight_J)
-    dboth_JC, dweight_J = pull(piece.multiply(dy_JD, down_EFD, transposed=True))
-    dx_JD = piece.multiply(dboth_JC, gate_and_up_ECD)
-    factors = (dboth_JC, x_JD), (hidden_JF, dy_JD)
-    return (
-      piece.add(dx_AD, dx_JD),
-      piece.put(dweight_P, dweight_J),
-      [
-        grouped_matmul.weight_gradient(*factor, piece.sizes_E, dweight)
-        for factor, dweight in zip(factors, dweights)
-      ],
+    dx_JD, dweight_J, *dmatrices = piece.gradients(
+      units, x_JD, matrices, dy_JD, dmatrices, both_JC
     )
+    dx_AD = piece.add(dx_AD, dx_JD, len(x_AD))
+    return dx_AD, piece.put(dweight_P, dweight_J), *dmatrices
 
-  # The first piece, which the loop is not about, makes those of weights.
-  zeros = [
-    jnp.zeros(shape, weight_UK.dtype)
-    for shape in (x_AD.shape, pairs.weight_P.shape)
-  ]
-  sums = one_piece(pairs.piece(0), (*zeros, [None] * 2), kept)
-  dx_AD, dweight_P, dweights = pairs.more_pieces(one_piece, sums)
+  # The first piece makes the sums to which the loop adds.
+  zeros_P = jnp.zeros(pairs.weight_P.shape, weight_UK.dtype)
+  sums = one_piece(pairs.piece(0), (None, zeros_P), kept)
+  dx_AD, dweight_P, *dweights = pairs.more_pieces(one_piece, sums)
   dweight_AK = jnp.reshape(dweight_P, (-1, expert_UK.shape[1]))
   if pairs.devices > 1:
     dweight_AK = jax.lax.psum_scatter(dweight_AK, sharding.EXPERT, tiled=True)
   return (
-    pairs.to_owners(dx_AD, x_UD),
+    pairs.to_owners(dx_AD),
     dweight_AK,
     None,
     None,
@@ -173,11 +160,11 @@ def _num_local(weight: jax.Array, sizes: jax.Array) -> int:
 
 
 def _gather(weight: jax.Array, num_local: int, dtype: Any) -> jax.Array:
-  """All of this device's experts, as matrices [E, rows, D] for products."""
+  """The matrices of all of this device's experts, for products."""
   rows = jnp.reshape(weight, (-1, weight.shape[-1]))
   cut = sharding.cut_dim(weight, 0, num_local)
   rows = sharding.gather_parts(rows, cut, dtype)
-  return jnp.reshape(rows, (num_local, -1, weight.shape[-1]))
+  return jnp.reshape(rows, (num_local, *weight.shape[1:]))
 
 
 def _own_part(dweight: jax.Array, weight: jax.Array) -> jax.Array:
@@ -210,40 +197,58 @@ class _Piece:
     """The rows of the tokens; padding may be anything."""
     return x_AD.at[self.token_J].get(mode="clip")
 
-  def multiply(
-    self, x_JD: jax.Array, weight: jax.Array, transposed: bool = False
-  ) -> jax.Array:
-    """Rows times the matrices of their experts; padding may be anything."""
-    return grouped_matmul.multiply(
-      x_JD, weight, self.sizes_E, transposed=transposed
-    )
+  def apply(
+    self, units: kernels.Units, x_JD: jax.Array, matrices: Sequence[jax.Array]
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Outputs of the experts of rows, and products if they are to be kept."""
+    operands = x_JD, self.weight_J, self.sizes_E, *matrices
+    if self.row_UK is not None:
+      return _products(units, *operands)
+    plain = lambda *operands: _products(units, *operands)[0]
+    return _by_platform(plain, kernels.forward, operands, units), None
 
-  def units(
+  def gradients(
     self,
-    activation: config_lib.ActivationConfig,
-    both_JC: jax.Array,
-    weight_J: jax.Array,
-  ) -> jax.Array:
-    """Weighted hidden units, with zeros for padding."""
-    real_J = jnp.arange(both_JC.shape[0]) < jnp.sum(self.sizes_E)
-    gate, up = (
-      jnp.where(real_J[:, None], precision.widen(a), 0.0)
-      for a in jnp.split(both_JC, 2, axis=1)
-    )
-    hidden_JF = weight_J[:, None] * mlp.units(activation, gate, up)
-    return hidden_JF.astype(both_JC.dtype)
+    units: kernels.Units,
+    x_JD: jax.Array,
+    matrices: Sequence[jax.Array],
+    dy_JD: jax.Array,
+    existing: Sequence[jax.Array],
+    both_JC: jax.Array | None,
+  ) -> Sequence[jax.Array]:
+    """Of rows, weights and matrices; the last are added to existing ones."""
+    operands = x_JD, self.weight_J, self.sizes_E, *matrices, dy_JD, *existing
+    plain = functools.partial(_product_gradients, units, both_JC)
+    if self.row_UK is not None:
+      return plain(*operands)
+    return _by_platform(plain, kernels.backward, operands, units)
 
-  def add(self, sum_AD: jax.Array, rows_JD: jax.Array) -> jax.Array:
-    """Adds rows to their tokens, in the dtype of the sum."""
+  def add(
+    self, sum_AD: jax.Array | None, rows_JD: jax.Array, tokens: int
+  ) -> jax.Array:
+    """Adds rows to their tokens in float32, and rounds once per piece."""
+    wide = precision.wide(rows_JD.dtype)
     if self.row_UK is not None:  # A gather, where nothing is to be added to.
-      return jnp.sum(rows_JD[self.row_UK], axis=1, dtype=sum_AD.dtype)
-    # The compiler would sort copies in the wide dtype.
+      rows_UKD = rows_JD[self.row_UK]
+      return jnp.sum(rows_UKD, axis=1, dtype=wide).astype(rows_JD.dtype)
+
+    def scattered(rows_JD, token_J):
+      zeros_AD = jnp.zeros((tokens, rows_JD.shape[1]), wide)
+      rows_JD = rows_JD.astype(wide)
+      return zeros_AD.at[token_J].add(
+        rows_JD, mode="drop", indices_are_sorted=True
+      )
+
     order_J = jnp.argsort(self.token_J)
-    return sum_AD.at[self.token_J[order_J]].add(
-      rows_JD[order_J].astype(sum_AD.dtype),
-      mode="drop",
-      indices_are_sorted=True,
-    )
+    operands = rows_JD[order_J], self.token_J[order_J]
+    new_AD = _by_platform(
+      lambda *operands: scattered(*operands).astype(rows_JD.dtype),
+      functools.partial(kernels.sum_rows, tokens=tokens), operands,
+    )  # fmt: skip
+    if sum_AD is None:
+      return new_AD
+    both = precision.widen(sum_AD) + precision.widen(new_AD)
+    return both.astype(rows_JD.dtype)
 
   def put(self, values_P: jax.Array, values_J: jax.Array) -> jax.Array:
     """Scatters values of the pairs to their places."""
@@ -252,6 +257,103 @@ class _Piece:
     return values_P.at[self.pair_J].set(
       values_J, mode="drop", unique_indices=True
     )
+
+
+def _by_platform(
+  plain: Callable[..., Any],
+  kernel: Callable[..., Any],
+  operands: Sequence[jax.Array],
+  units: kernels.Units | None = None,
+) -> Any:
+  """A kernel on the operands of a TPU if it takes them, else the plain form.
+
+  `units` is for kernels of experts, whose matrices have to fit on the core.
+  """
+  rows_JD, options = operands[0], {}
+  fits = grouped_matmul.fits_kernel(rows_JD)
+  if units is not None:
+    options["units"] = units
+    fits = fits and kernels.num_slices(*operands[4].shape[1:], rows_JD.dtype)
+
+  def on_tpu(*operands):
+    interpret = dispatch.interpret_params() or False
+    return kernel(*operands, interpret=interpret, **options)
+
+  tpu = sharding.on_one_device(on_tpu) if fits else plain
+  return dispatch.by_platform(tuple(operands), plain, tpu=tpu)
+
+
+def _weighted(
+  units: kernels.Units,
+  sizes_E: jax.Array,
+  both_JC: jax.Array,
+  weight_J: jax.Array,
+) -> jax.Array:
+  """Weighted hidden units, with zeros for padding."""
+  real_J = jnp.arange(both_JC.shape[0]) < jnp.sum(sizes_E)
+  gate, up = (
+    jnp.where(real_J[:, None], precision.widen(a), 0.0)
+    for a in jnp.split(both_JC, 2, axis=1)
+  )
+  return (weight_J[:, None] * units(gate, up)).astype(both_JC.dtype)
+
+
+def _side_by_side(gate_and_up_EGFD: jax.Array) -> jax.Array:
+  """[E, C, D]."""
+  experts, _, _, width = gate_and_up_EGFD.shape
+  return jnp.reshape(gate_and_up_EGFD, (experts, -1, width))
+
+
+def _products(
+  units: kernels.Units,
+  x_JD: jax.Array,
+  weight_J: jax.Array,
+  sizes_E: jax.Array,
+  gate_and_up_EGFD: jax.Array,
+  down_EFD: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """`kernels.forward`, one product after the other, and the first of them."""
+  gate_and_up_ECD = _side_by_side(gate_and_up_EGFD)
+  both_JC = grouped_matmul.multiply(
+    x_JD, gate_and_up_ECD, sizes_E, transposed=True
+  )
+  hidden_JF = _weighted(units, sizes_E, both_JC, weight_J)
+  return grouped_matmul.multiply(hidden_JF, down_EFD, sizes_E), both_JC
+
+
+def _product_gradients(
+  units: kernels.Units,
+  both_JC: jax.Array | None,
+  x_JD: jax.Array,
+  weight_J: jax.Array,
+  sizes_E: jax.Array,
+  gate_and_up_EGFD: jax.Array,
+  down_EFD: jax.Array,
+  dy_JD: jax.Array,
+  *existing: jax.Array,
+) -> tuple[jax.Array, ...]:
+  """`kernels.backward`, one product after the other."""
+  gate_and_up_ECD = _side_by_side(gate_and_up_EGFD)
+  if both_JC is None:
+    both_JC = grouped_matmul.multiply(
+      x_JD, gate_and_up_ECD, sizes_E, transposed=True
+    )
+  hidden_JF, pull = jax.vjp(
+    functools.partial(_weighted, units, sizes_E), both_JC, weight_J
+  )
+  dboth_JC, dweight_J = pull(
+    grouped_matmul.multiply(dy_JD, down_EFD, sizes_E, transposed=True)
+  )
+  factors = (dboth_JC, x_JD), (hidden_JF, dy_JD)
+  dmatrices = []
+  for i, matrix in enumerate((gate_and_up_EGFD, down_EFD)):
+    before = None
+    if existing:
+      before = existing[i] if i else _side_by_side(existing[i])
+    dmatrix = grouped_matmul.weight_gradient(*factors[i], sizes_E, before)
+    dmatrices.append(jnp.reshape(dmatrix, matrix.shape))
+  dx_JD = grouped_matmul.multiply(dboth_JC, gate_and_up_ECD, sizes_E)
+  return dx_JD, dweight_J, *dmatrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,12 +439,11 @@ class _Pairs:
     """Concatenates the arrays of all devices along `expert`."""
     return x if self.devices == 1 else _from_all(x)
 
-  def to_owners(self, sum_AD: jax.Array, x_UD: jax.Array) -> jax.Array:
+  def to_owners(self, sum_AD: jax.Array) -> jax.Array:
     """Sends partial sums to the owners of the tokens, which add them up."""
-    low_AD = sum_AD.astype(x_UD.dtype)
     if self.devices == 1:
-      return low_AD
-    return dispatch.by_platform((low_AD,), _sum_wide, tpu=_sum, cuda=_sum)
+      return sum_AD
+    return dispatch.by_platform((sum_AD,), _sum_wide, tpu=_sum, cuda=_sum)
 
 
 def _sum(parts_AD: jax.Array) -> jax.Array:

@@ -47,7 +47,7 @@ def multiply(
   are undefined. Rows, weights and results [P, O] are of one dtype.
   """
   on_tpu = functools.partial(_ragged_rows, transposed=transposed)
-  if transposed and _fits_kernel(x_PI):
+  if transposed and fits_kernel(x_PI):
     on_tpu = _kernel_rows
   looped = functools.partial(_looped_rows, transposed=transposed)
   return dispatch.by_platform((x_PI, weight, sizes_E), looped, tpu=on_tpu)
@@ -63,7 +63,7 @@ def weight_gradient(
 
   It is added to an existing one, in place where the compiler can.
   """
-  on_tpu = _kernel_weights if _fits_kernel(x_PD) else _ragged_weights
+  on_tpu = _kernel_weights if fits_kernel(x_PD) else _ragged_weights
   operands = x_PD, dy_PF, sizes_E, existing
   return dispatch.by_platform(operands, _looped_weights, tpu=on_tpu)
 
@@ -81,7 +81,7 @@ def _ragged_rows(
   )
 
 
-def _fits_kernel(rows: jax.Array) -> bool:
+def fits_kernel(rows: jax.Array) -> bool:
   """Whether `megablox` takes them: no other dtypes, and nothing to split."""
   split = max(sharding.unsplit_axes().values(), default=1) > 1
   return not split and rows.dtype in (jnp.bfloat16, jnp.float32)

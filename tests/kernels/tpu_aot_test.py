@@ -16,6 +16,7 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels.depth_attention import shapes
+from attnres_kernels.experts import pallas_tpu as experts
 
 CHIPS = {
   "v5e": "v5e:2x2",
@@ -206,3 +207,29 @@ class TestNamedShapes:
   @pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
   def test_merge_of_more_than_2_to_31_elements(self, chip):
     compile_for(chip, *merge(HUGE, "merge_norm"), "bfloat16")
+
+
+@pytest.mark.parametrize("chip", MAIN_CHIPS)
+def test_experts(chip):
+  """Of the sweep's size and of the 48B network's, whose units are sliced."""
+  mesh = jax.sharding.Mesh([device(chip)], ("chip",))
+
+  def step(x, weight, sizes, gate_and_up, down, dy, token, *sums):
+    options = dict(units=lambda gate, up: jax.nn.silu(gate) * up)
+    operands = x, weight, sizes, gate_and_up, down
+    y = experts.forward(*operands, **options)
+    gradients = experts.backward(*operands, dy, *sums, **options)
+    return experts.sum_rows(y, token, 256), gradients
+
+  for hidden, width, added in ((528, 1168, True), (1024, 2304, False)):
+    matrices = (4, 2, hidden, width), (4, hidden, width)
+    row = (1000, width), None
+    arguments = [
+      row, ((1000,), jnp.float32), ((4,), jnp.int32),
+      *((shape, None) for shape in matrices), row, ((1000,), jnp.int32),
+      *((shape, jnp.float32) for shape in matrices if added),
+    ]  # fmt: skip
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      text = compile_for(chip, step, arguments, "bfloat16")
+    for name in ("forward", "backward", "sum_rows"):
+      assert f"experts_{name}" in text

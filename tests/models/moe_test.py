@@ -15,6 +15,7 @@ from attnres_jax.common import sharding
 from attnres_jax.common import topology
 from attnres_jax.models import moe
 from attnres_jax.plan import hlo
+from attnres_kernels import dispatch
 from tests import compare
 from tests import jaxprs
 from tests import tiers
@@ -356,6 +357,26 @@ def test_all_tokens_to_one_expert():
   np.testing.assert_array_equal(load, 40 * (np.arange(8) == 5))
   expected = _value_and_gradients(module, x_BTD)
   compare.trees(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_the_route_of_tpu_over_devices(uneven, monkeypatch):
+  """Kernels, in interpret mode; of several pieces if experts are uneven."""
+  monkeypatch.setattr(
+    dispatch, "by_platform", lambda args, default, *, tpu, **_: tpu(*args)
+  )
+  module, x_BTD = _module(num_experts=8, num_shared=0), _inputs()
+  if uneven:
+    module.selection_bias[...] = jnp.where(jnp.arange(8) < 3, 2.0, 0.0)
+  call = _over(_mesh(expert=4, fsdp=2))
+  with dispatch.interpreted():
+    result = call(module, x_BTD)
+    program = str(jax.make_jaxpr(call)(module, x_BTD))
+  for name in ("forward", "backward", "sum_rows"):
+    assert f"experts_{name}" in program
+  monkeypatch.undo()
+  expected = _value_and_gradients(module, x_BTD)
+  compare.trees(result, expected, 1e-5)
 
 
 def test_pieces_hold_the_usual_number_of_rows():
