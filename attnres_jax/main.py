@@ -28,6 +28,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import exits
 from attnres_jax.common import files
+from attnres_jax.config import errors
 from attnres_jax.train import signals
 
 
@@ -54,11 +55,12 @@ def make_parser() -> command_line.Parser:
 
 
 def _train(options: argparse.Namespace) -> exits.Exit:
-  config = command_line.load_config(options.config)
+  command_line.needed(options.config).values()  # Each field by itself.
   if not options.workdir:
     raise config_lib.ConfigError("--workdir: missing, expected a folder")
   files.check_folder("--workdir", options.workdir)
-  # JAX, Orbax and Grain, which take seconds, after all that can be wrong.
+  config = command_line.load_config(options.config)
+  # Orbax and Grain, which take seconds, after all that can be wrong.
   from attnres_jax.train import account
   from attnres_jax.train import loop
 
@@ -116,6 +118,7 @@ def _leave(error: Exception) -> NoReturn:
   """
   import jax
 
+  errors.without_jax_notes(error)
   traceback.print_exc()
   reason = str(error).strip().partition("\n")[0]
   print(

@@ -5,15 +5,21 @@ import dataclasses
 import functools
 import math
 import re
+import subprocess
+import sys
 import typing
 
+from flax import nnx
+import jax.numpy as jnp
 import pytest
 
 from attnres_jax import config as c
 from attnres_jax import main
+from attnres_jax.config import fields
 from attnres_jax.config import load
 from attnres_jax.data import sources
 from attnres_jax.data import tokenizer
+from attnres_jax.models import residuals
 from attnres_jax.optimizer import schedules
 from attnres_jax.scaling import grid
 
@@ -272,32 +278,173 @@ def test_every_unknown_flag_has_a_hint_of_the_same_kind(capsys):
 
 
 def _acting():
-  """Fields that act beside some values of others: name, condition, default."""
+  """Fields that act beside some values of others, with how to have both.
+
+  A field, fields beside which it acts, and fields beside which it does not.
+  """
+  text = {"data.tokenizer": "hf", "data.tokenizer_path": "x"}
+  experts = {"model.moe.num_experts": 8, "model.moe.expert_width": 8}
+  kinds = lambda kind: {"model.mixers": (kind,)}
+  of = {
+    "optim.decay_fraction": ({"optim.schedule": "wsd"}, {}),
+    "optim.final_lr_fraction": (
+      {"optim.schedule": "linear"}, {"optim.schedule": "constant"}
+    ),
+    "optim.muon_": ({"optim.name": "muon"}, {}),
+    "data.text_field": ({"data.source": "jsonl", "data.path": "x"}, {}),
+    "data.validation_fraction": ({}, {"data.validation_path": "x"}),
+    "data.tokenizer_path": (text, {"data.tokenizer": "bytes"}),
+    "data.separator": (text, {"data.tokenizer": "bytes"}),
+    "train.max_skipped_share": ({"train.on_nan": "skip"}, {}),
+    "model.moe.": (experts, {}),
+    "model.rope.scaling": ({}, {"model.rope_theta": 0.0}),
+    "model.rope.": ({"model.rope.scaling": "llama3"}, {}),
+    "model.activation.": ({"model.activation.name": "situ"}, {}),
+    "model.attention.": ({}, kinds("kda")),
+    "model.kda.": (kinds("kda"), {}),
+    "model.mla.": (kinds("mla"), {}),
+    "pipeline.": ({"mesh.stage": 2}, {}),
+  }  # fmt: skip
   for name, default in c.flatten(c.to_dict(c.RunConfig())).items():
     *parents, leaf = name.split(".")
-    part = functools.reduce(getattr, parents, c.RunConfig())
-    (field,) = (f for f in dataclasses.fields(part) if f.name == leaf)
-    for other, values in field.metadata.get("acts", {}).items():
-      yield name, ".".join([*parents, other]), values, default
+    part, acts = c.RunConfig(), {}
+    for each in (*parents, leaf):
+      (field,) = (f for f in dataclasses.fields(part) if f.name == each)
+      acts |= fields.conditions(field)
+      part = getattr(part, each)
+    if acts:
+      (beside, *_) = (both for key, both in of.items() if name.startswith(key))
+      yield name, default, *beside
 
 
-@pytest.mark.parametrize("name,other,values,default", list(_acting()))
-def test_a_field_that_cannot_act_is_refused(name, other, values, default):
-  kind = typing.get_args(load._kind(other, ""))
-  names = kind or ("adamw", "muon")
-  assert set(values) < set(names)
-  for value in names:
-    more = {"data.path": "x"} if other == "data.source" else {}
-    if value == "stdlib":
-      more = {}
-    given = {other: value, name: default} | more
-    if value in values:
+@pytest.mark.parametrize("name,default,acts,fails", list(_acting()))
+def test_a_field_that_cannot_act_is_refused(name, default, acts, fails):
+  c.load_config(MICRO, {name: default} | acts)
+  with pytest.raises(c.ConfigError, match=f"^config.{name}: .* acts only"):
+    c.load_config(MICRO, {name: default} | fails)
+  # What only the file says is accepted.
+  c.load_config(MICRO, {name: default} | fails, by_hand=())
+
+
+@pytest.mark.parametrize("scheme", residuals.RESIDUALS)
+def test_a_field_of_residual_that_its_scheme_does_not_read(scheme):
+  """Set by hand; sweeps set it for the runs it is for."""
+  model = c.load_config(MICRO, {"model.residual.name": scheme}).model
+  takes = set(residuals.scheme_of(model).takes)
+  if form := residuals.abstract_residual(model).form:
+    takes.add("form")
+  others = {f.name for f in dataclasses.fields(model.residual)}
+  for leaf in others - {"name", "read"}:
+    name, value = f"model.residual.{leaf}", getattr(model.residual, leaf)
+    value = form if leaf == "form" and form else value or 2
+    if leaf in ("block_size", "num_blocks", "rank", "streams"):
+      value = 2
+    given = {"model.residual.name": scheme, name: value}
+    if leaf in takes:
       c.load_config(MICRO, given)
       continue
-    with pytest.raises(c.ConfigError, match=f"^config.{name}: .* acts"):
+    with pytest.raises(
+      c.ConfigError, match=f"^config.{name}: .* with model.re"
+    ):
       c.load_config(MICRO, given)
-    # What only the file says is accepted.
-    c.load_config(MICRO, {other: value} | more)
+  sizes = set()
+  for size in (1, 2):
+    part = dataclasses.replace(model.residual, num_blocks=0, block_size=size)
+    one = dataclasses.replace(model, residual=part)
+    sizes.add(residuals.abstract_residual(one).block_size)
+  assert (len(sizes) == 2) == ("num_blocks" in takes) == ("block_size" in takes)
+
+
+@pytest.mark.parametrize(
+  "given,message",
+  [
+    ({"model.mixers": ("nope",)}, "model.mixers: got 'nope'"),
+    ({"model.last_mixer": "nope"}, "model.last_mixer: got 'nope'"),
+    ({"model.residual.name": "nope"}, "model.residual.name: got 'nope'"),
+    ({"model.residual.streams": 3}, "model.residual.streams: got 3"),
+    ({"model.residual.read.heads": 5}, "read.heads: got 5, .* divisor of"),
+    ({"model.residual.read.rank": 999}, "read.rank: got 999, .* at most"),
+    ({"optim.name": "nope"}, "optim.name: got 'nope'"),
+    ({"optim.schedule": "nope"}, "optim.schedule: got 'nope'"),
+    ({"optim.warmup_steps": 10**6}, "optim.warmup_steps: got 1000000"),
+    (
+      {"optim.schedule": "wsd", "optim.decay_shape": "nope"},
+      "optim.decay_shape: got 'nope'",
+    ),
+    (
+      {"optim.qk_clip": 9.0, "model.mixers": ("kda",)}, "optim.qk_clip: got 9"
+    ),
+    *(
+      (
+        {"model.depth_loop": "scan", "model.residual.name": name},
+        "model.depth_loop: got 'scan', expected 'unrolled' with",
+      )
+      for name in residuals.RESIDUALS
+      if name != "block_attnres"
+    ),
+  ],
+)  # fmt: skip
+def test_what_a_step_would_refuse_is_refused_when_a_config_is_loaded(
+  given, message
+):
+  with pytest.raises(c.ConfigError, match=message) as error:
+    c.load_config(MICRO, given)
+  assert str(error.value).startswith("config.")
+
+
+def test_loading_a_config_starts_no_device():
+  """A process of several may not have, before it is connected."""
+  program = (
+    "from attnres_jax import config as c, models\n"
+    f"for name in {[*residuals.RESIDUALS]}:\n"
+    f"  c.load_config({MICRO!r}, {{'model.residual.name': name}})\n"
+    "from jax._src import xla_bridge as b\n"
+    "assert not b.backends_are_initialized()"
+  )
+  subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class Lacking(residuals.base.Residual):
+  """A scheme without `write`."""
+
+  def init(self, embedding_BTD):
+    return embedding_BTD
+
+  def input(self, carry, slot):
+    return carry
+
+  def readout(self, state):
+    return state
+
+
+class WithoutAxes(residuals.RESIDUALS["prenorm"]):
+  """A scheme whose parameter does not say what its axes are."""
+
+  def __init__(self, config, *, rngs):
+    super().__init__(config, rngs=rngs)
+    self.factor = nnx.Param(jnp.ones(config.width))
+
+
+@pytest.mark.parametrize(
+  "scheme,line",
+  [
+    (Lacking, "error: the scheme Lacking has no `write` ("),
+    (WithoutAxes, "error: residual/factor has no axes; name them where"),
+  ],
+)
+def test_a_scheme_with_a_fault_has_one_line_and_no_folder(
+  scheme, line, tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setitem(residuals.RESIDUALS, "mine", scheme)
+  flags = [
+    f"--config={MICRO}",
+    "--config.model.residual.name=mine",
+    f"--workdir={tmp_path}/run",
+  ]
+  assert main.main(flags) == 2
+  text = capsys.readouterr().err
+  assert text.startswith(line) and text.count("\n") == 1
+  assert not list(tmp_path.iterdir())
 
 
 def test_choices_are_those_of_the_registries():

@@ -12,6 +12,8 @@ FLOORS = (
   "config", "common", "data", "models", "optimizer", "flops", "pipeline",
   "train", "analysis", "scaling", "inference", "interop", "plan", "sweep",
 )  # fmt: skip
+# A config is right if what it describes can be built.
+UPWARD = {("load.py", "train")}
 
 
 def test_packages_import_downwards():
@@ -20,7 +22,7 @@ def test_packages_import_downwards():
     below = FLOORS[: FLOORS.index(package) + 1]
     for path in (ROOT / package).rglob("*.py"):
       for name in _imported(path):
-        if name not in below:
+        if name not in below and (path.name, name) not in UPWARD:
           upward.add(f"{path.relative_to(ROOT)} imports {name}")
   assert not upward, "\n".join(sorted(upward))
 

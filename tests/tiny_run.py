@@ -62,7 +62,15 @@ def corpus(folder):
 
 
 def config(fields):
-  return config_lib.load_config(str(ROOT / SPEC), FIELDS | fields)
+  return config_lib.load_config(str(ROOT / SPEC), given(fields))
+
+
+def given(fields):
+  """With the fields of this module, unless PreNorm has no blocks."""
+  found = FIELDS | fields
+  if found.get("model.residual.name") == "prenorm":
+    del found["model.residual.num_blocks"]
+  return found
 
 
 def train_here(workdir, fields, **kwargs):
@@ -90,7 +98,7 @@ def start(workdir, fields, *flags, devices=1):
     sys.executable, "-m", "attnres_jax.main", f"--config={SPEC}",
     f"--workdir={workdir}", *flags,
   ]  # fmt: skip
-  fields = FIELDS | fields
+  fields = given(fields)
   command += [f"--config.{name}={value}" for name, value in fields.items()]
   # Files, not pipes: nothing reads while it runs, and a full pipe would block
   # it.

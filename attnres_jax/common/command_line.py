@@ -27,6 +27,7 @@ from attnres_jax.common import exits
 from attnres_jax.common import plans
 from attnres_jax.common import text_table
 from attnres_jax.config import describe
+from attnres_jax.config import errors
 from attnres_jax.config import fields as fields_lib
 from attnres_jax.config import load
 
@@ -54,9 +55,7 @@ def _run(command: Callable[..., Any], *args: Any) -> int:
     config_lib.ConfigError, config_lib.RunError, ImportError,
     NotImplementedError,
   ) as error:  # fmt: skip
-    notes = getattr(error, "__notes__", [])
-    # JAX says there, below a line of dashes, that it hides its frames.
-    notes = [note for note in notes if not note.startswith("-----")]
+    notes = errors.without_jax_notes(error)
     return _report("; ".join([str(error), *notes]), exits.of_error(error))
   except OSError as error:
     where = f"{error.filename}: " if error.filename else ""

@@ -116,7 +116,7 @@ def map_parameters(
     other: maps leaves that are not in a parameter, such as counters.
 
   Raises:
-    ValueError: a parameter has no axes; `other` is missing.
+    ConfigError: a parameter has no axes; `other` is missing.
   """
 
   def one(path: Any, node: Any) -> Any:
@@ -131,7 +131,7 @@ def map_parameters(
         )
     elif other is not None:
       return other(node)
-    raise ValueError(
+    raise config_lib.ConfigError(
       f"{name} has no axes; name them where it is made, such as"
       " nnx.Param(value, axes='D|F') (see attnres_jax.models)"
     )

@@ -12,7 +12,8 @@ value and what is accepted. Derived values (head width, number of blocks) are
 computed where they are used, because overrides arrive after `get_config` has
 returned.
 
-This package imports neither JAX nor anything else of the library.
+This package imports neither JAX nor anything else of the library, but for
+`load_config`, which at its end builds what a config describes.
 """
 
 from attnres_jax.config.errors import ConfigError as ConfigError

@@ -42,17 +42,19 @@ def meanings(cls: type) -> dict[str, str]:
   return {name: " ".join(meaning.split()) for name, meaning in found}
 
 
-def _entries(cls: type, prefix: str) -> Iterator[tuple[str, str]]:
+def _entries(
+  cls: type, prefix: str, of_part: dict[str, fields.Accepted] | None = None
+) -> Iterator[tuple[str, str]]:
   kinds = typing.get_type_hints(cls, include_extras=True)
   meaning = meanings(cls)
   for field in dataclasses.fields(cls):
     kind, name = kinds[field.name], prefix + field.name
     if dataclasses.is_dataclass(kind):
-      yield from _entries(kind, name + ".")
+      yield from _entries(kind, name + ".", fields.conditions(field))
       continue
     text = meaning.get(field.name, "")
-    for other, values in field.metadata.get("acts", {}).items():
-      text += f" Acts only with {other}={' or '.join(map(repr, values))}."
+    for other, accepted in ((of_part or {}) | fields.conditions(field)).items():
+      text += f" Acts only with {other}={accepted.words}."
     yield name, _entry(name, kind, field.default, text)
 
 

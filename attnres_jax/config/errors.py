@@ -18,6 +18,19 @@ class RunError(RuntimeError):
   """A run with a valid description cannot continue."""
 
 
+def without_jax_notes(error: BaseException) -> list[str]:
+  """The notes of an error, without those of JAX, which are removed.
+
+  Below a line of dashes, JAX says that it hides its frames.
+  """
+  chain: BaseException | None = error
+  while chain is not None:
+    notes = getattr(chain, "__notes__", [])
+    notes[:] = [note for note in notes if not note.startswith("-----")]
+    chain = chain.__cause__ or chain.__context__
+  return list(getattr(error, "__notes__", []))
+
+
 def fail(field: str, value: Any, accepted: str) -> NoReturn:
   """Raises the one-line error of a bad field."""
   fail_argument(f"config.{field}", value, accepted)

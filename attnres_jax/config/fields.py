@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import operator
 import os
 import typing
 from typing import Annotated, Any, Literal, NamedTuple
@@ -63,14 +64,16 @@ Path = Annotated[
 ]
 
 
-def acts(default: Any, **conditions: tuple[Any, ...]) -> Any:
+def acts(default: Any, **conditions: tuple[Any, ...] | Accepted) -> Any:
   """A field that acts only beside certain values of other fields.
 
-  Set by hand beside others, it is refused.
+  Set by hand beside others, it is refused. If it is a part of a config, this
+  holds for all fields of the part.
 
   Args:
     default: of the field.
-    **conditions: name of another field of its dataclass -> these values.
+    **conditions: name of another field or property of its dataclass, which may
+      have dots, -> its values.
   """
   return dataclasses.field(default=default, metadata={"acts": conditions})
 
@@ -101,17 +104,46 @@ class Checked:
       errors.fail_argument(self._prefix + name, getattr(self, name), accepted)
 
 
-def check_acts(config: Checked, leaf: str) -> None:
-  """Refuses a field that was set, if it cannot act in this config."""
-  (field,) = (f for f in dataclasses.fields(config) if f.name == leaf)  # pyrefly: ignore[bad-argument-type]
-  for other, values in field.metadata.get("acts", {}).items():
-    listed = " or ".join(map(repr, values))
-    config.require(
-      getattr(config, other) in values,
-      leaf,
-      f"no value of its own, since it acts only with {other}={listed} (is"
-      f" {getattr(config, other)!r})",
-    )
+def has(kind: str) -> Accepted:
+  """A condition of `acts`: a tuple that contains `kind`."""
+  return Accepted(lambda values: kind in values, f"some with {kind!r}")
+
+
+# A condition of `acts`.
+SOME = Accepted(bool, "any but 0")
+
+
+def conditions(field: dataclasses.Field) -> dict[str, Accepted]:
+  """Of `acts`: name of another field -> the values beside which it acts."""
+  return {
+    other: values
+    if isinstance(values, Accepted)
+    else Accepted(values.__contains__, " or ".join(map(repr, values)))
+    for other, values in field.metadata.get("acts", {}).items()
+  }
+
+
+def check_acts(config: Checked, name: str) -> None:
+  """Refuses a field that was set, if it cannot act in this config.
+
+  Args:
+    config: a whole one, or the part that `name` begins in.
+    name: of the field, with dots.
+  """
+  part, value = config, functools.reduce(getattr, name.split("."), config)
+  for leaf in name.split("."):
+    (field,) = (f for f in dataclasses.fields(part) if f.name == leaf)  # pyrefly: ignore[bad-argument-type]
+    for other, accepted in conditions(field).items():
+      found = operator.attrgetter(other)(part)
+      if not accepted.test(found):
+        errors.fail_argument(
+          config._prefix + name,
+          value,
+          "no value of its own, since it acts only with"
+          f" {part._prefix.removeprefix('config.')}{other}={accepted.words} (is"
+          f" {found!r})",
+        )
+    part = getattr(part, leaf)
 
 
 def accept(name: str, value: Any, kind: Any) -> Any:

@@ -2,10 +2,9 @@
 """Turns a config file and overrides into a checked `RunConfig` and JSON."""
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
 import difflib
-import functools
 import importlib.machinery
 import inspect
 import json
@@ -113,7 +112,9 @@ def build_run_config(config: Mapping[str, Any]) -> RunConfig:
 
 
 def load_config(
-  spec: str, overrides: Mapping[str, Any] | None = None
+  spec: str,
+  overrides: Mapping[str, Any] | None = None,
+  by_hand: Iterable[str] | None = None,
 ) -> RunConfig:
   """Loads `path/to/file.py:key=value,...`, overrides fields, and freezes it.
 
@@ -123,9 +124,12 @@ def load_config(
   Args:
     spec: a config file, or the config.json of a run; see `split_spec`.
     overrides: dotted field name to value, such as {"optim.peak_lr": 3e-4}.
+    by_hand: which of these a person has set for this run, so that they have to
+      act in it; by default all of them.
 
   Raises:
-    ConfigError: no such file, field or accepted value.
+    ConfigError: no such file, field or accepted value, or the values do not
+      describe a network and an optimiser (`attnres_jax.train.described`).
   """
   path, arg = split_spec(spec)
   if path.endswith(".json"):
@@ -151,11 +155,14 @@ def load_config(
           _set(config, other, default)
     values = config.to_dict()
   run = build_run_config(values)
-  run.model.check_num_blocks()
-  for name in overrides or {}:
-    *parents, leaf = name.split(".")
-    part = functools.reduce(getattr, parents, run)
-    fields_lib.check_acts(part, leaf)
+  by_hand = tuple((overrides or {}) if by_hand is None else by_hand)
+  for name in by_hand:
+    fields_lib.check_acts(run, name)
+  # Last, since it imports JAX. Names of schemes, mixers and optimisers are keys
+  # of registries, which a config file may extend.
+  from attnres_jax.train import described
+
+  described.check_new(run, by_hand)
   return run
 
 

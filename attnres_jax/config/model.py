@@ -187,10 +187,10 @@ class RopeConfig(fields.Checked, prefix="model.rope"):
   """
 
   scaling: Literal["none", "llama3"] = "none"
-  factor: fields.Positive = 8.0
-  low_turns: fields.Positive = 1.0
-  high_turns: fields.Positive = 4.0
-  original_length: fields.Size = 8192
+  factor: fields.Positive = fields.acts(8.0, scaling=("llama3",))
+  low_turns: fields.Positive = fields.acts(1.0, scaling=("llama3",))
+  high_turns: fields.Positive = fields.acts(4.0, scaling=("llama3",))
+  original_length: fields.Size = fields.acts(8192, scaling=("llama3",))
 
   def __post_init__(self):
     super().__post_init__()
@@ -209,8 +209,8 @@ class ActivationConfig(fields.Checked, prefix="model.activation"):
   """
 
   name: Literal["silu", "situ"] = "silu"
-  gate_bound: fields.Positive = 4.0
-  up_bound: fields.Positive = 25.0
+  gate_bound: fields.Positive = fields.acts(4.0, name=("situ",))
+  up_bound: fields.Positive = fields.acts(25.0, name=("situ",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,13 +285,13 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
   """
 
   num_experts: fields.Count = 0
-  top_k: fields.Size = 8
-  expert_width: fields.Count = 0
-  num_shared: fields.Count = 1
-  scaling_factor: fields.Positive = 2.446
-  dense_layers: fields.Count = 0
-  latent_width: fields.Count = 0
-  latent_norm: bool = False
+  top_k: fields.Size = fields.acts(8, num_experts=fields.SOME)
+  expert_width: fields.Count = fields.acts(0, num_experts=fields.SOME)
+  num_shared: fields.Count = fields.acts(1, num_experts=fields.SOME)
+  scaling_factor: fields.Positive = fields.acts(2.446, num_experts=fields.SOME)
+  dense_layers: fields.Count = fields.acts(0, num_experts=fields.SOME)
+  latent_width: fields.Count = fields.acts(0, num_experts=fields.SOME)
+  latent_norm: bool = fields.acts(False, num_experts=fields.SOME)
 
   def __post_init__(self):
     super().__post_init__()
@@ -387,11 +387,13 @@ class ModelConfig(fields.Checked, prefix="model"):
   remat: Literal["none", "full", "attention", "dots"] = "none"
   scan_layers: bool = True
   depth_loop: Literal["unrolled", "scan"] = "unrolled"
-  attention: AttentionConfig = AttentionConfig()
-  rope: RopeConfig = RopeConfig()
+  attention: AttentionConfig = fields.acts(
+    AttentionConfig(), sublayer_kinds=fields.has("attention")
+  )
+  rope: RopeConfig = fields.acts(RopeConfig(), rope_theta=fields.SOME)
   activation: ActivationConfig = ActivationConfig()
-  kda: KdaConfig = KdaConfig()
-  mla: MlaConfig = MlaConfig()
+  kda: KdaConfig = fields.acts(KdaConfig(), sublayer_kinds=fields.has("kda"))
+  mla: MlaConfig = fields.acts(MlaConfig(), sublayer_kinds=fields.has("mla"))
   moe: MoeConfig = MoeConfig()
   residual: ResidualConfig = ResidualConfig()
   value_residual: bool = False

@@ -12,6 +12,8 @@ from attnres_jax.config import model as model_lib
 
 # 256 byte values and one separator between documents.
 BYTE_VOCAB_SIZE = 257
+# A condition of `fields.acts`.
+_PIPELINED = fields.Accepted(lambda stage: stage != 1, "more than 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +55,11 @@ class DataConfig(fields.Checked, prefix="data"):
   paths: tuple[fields.Path, ...] = ()
   weights: tuple[fields.Positive, ...] = ()
   validation_path: fields.Path = ""
-  validation_fraction: fields.Share = 0.05
+  validation_fraction: fields.Share = fields.acts(0.05, validation_path=("",))
   text_field: str = fields.acts("text", source=("jsonl", "parquet"))
   tokenizer: Literal["bytes", "hf", "ids"] = "bytes"
-  tokenizer_path: fields.Path = ""
-  separator: str = ""
+  tokenizer_path: fields.Path = fields.acts("", tokenizer=("hf",))
+  separator: str = fields.acts("", tokenizer=("hf",))
   sequence_length: fields.Size = 256
   batch_size: fields.Size = 12
   segment_ids: bool = False
@@ -232,7 +234,7 @@ class TrainConfig(fields.Checked, prefix="train"):
   eval_sample: fields.Count = 0
   depth_every: fields.Count = 50
   on_nan: Literal["stop", "skip"] = "stop"
-  max_skipped_share: fields.Fraction = 0.5
+  max_skipped_share: fields.Fraction = fields.acts(0.5, on_nan=("skip",))
   average_last: fields.Fraction = 0.0
   profile_steps: tuple[int, ...] = ()
   compiler_options: tuple[str, ...] = ()
@@ -363,7 +365,9 @@ class RunConfig(fields.Checked):
   checkpoint: CheckpointConfig = CheckpointConfig()
   log: LogConfig = LogConfig()
   mesh: MeshConfig = MeshConfig()
-  pipeline: PipelineConfig = PipelineConfig()
+  pipeline: PipelineConfig = fields.acts(
+    PipelineConfig(), **{"mesh.stage": _PIPELINED}
+  )
 
   def __post_init__(self):
     super().__post_init__()

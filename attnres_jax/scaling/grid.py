@@ -19,7 +19,7 @@ fields that do not affect a run (`UNHASHED`), and does not depend on the version
 of Python.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import hashlib
@@ -128,6 +128,7 @@ def load(spec: str, fields: Mapping[str, str] | None = None) -> list[Run]:
       config_lib.fail_argument(
         f"--config.{name}", value, "a field that the sweep does not set"
       )
+    _check_acts(name, runs)
   for name in (one.partition("=")[0] for one in arg.split(",")):
     set_to = [r.overrides[name] for r in runs if name in r.overrides]
     # The same in all runs, it may be the argument's.
@@ -135,6 +136,21 @@ def load(spec: str, fields: Mapping[str, str] | None = None) -> list[Run]:
       wanted = f"no {name}, which the sweep sets; --only selects runs"
       config_lib.fail_argument("--config", spec, wanted)
   return runs
+
+
+def _check_acts(name: str, runs: Sequence[Run]) -> None:
+  """Refuses a field, set for all runs, that acts in none of them."""
+  from attnres_jax.train import described
+
+  refusals = []
+  for run in runs:
+    config = config_lib.build_run_config(run.config)
+    try:
+      described.check_acts(config, name)
+      return
+    except config_lib.ConfigError as error:
+      refusals.append(error)
+  raise refusals[0]
 
 
 def collect(
@@ -166,7 +182,7 @@ def config_resolver(
         arguments.append(f"{key}={value}")
     path, given = load_lib.split_spec(spec)
     argument = ",".join([*filter(None, [given]), *arguments])
-    run = config_lib.load_config(f"{path}:{argument}", changed)
+    run = config_lib.load_config(f"{path}:{argument}", changed, by_hand=())
     return config_lib.to_dict(run)
 
   return resolve

@@ -5,6 +5,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import os
 import sys
 import threading
 import time
@@ -61,6 +62,10 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
     if not preflight.check(selected, options.preflight, options.plans):
       return 1
   if not options.dry_run:
+    # What the launcher refuses is told before anything is written.
+    told_dry = dataclasses.replace(told, dry_run=True)
+    with open(os.devnull, "w") as out, contextlib.redirect_stdout(out):
+      launcher.launch(selected, folder, told_dry)
     page = folder / cli.REPORT
     if page.exists() and not (folder / folder_lib.SWEEP).exists():
       files.fail_foreign("--workdir", folder, cli.REPORT)

@@ -63,8 +63,6 @@ def prepare(
   files.refuse_foreign(
     "--workdir", folder, _OURS, lambda: bool(files.glob(folder, f"*/{RUN}"))
   )
-  if not files.is_remote(folder):
-    folder.mkdir(parents=True, exist_ok=True)
   listed, found = _listed(folder), {}
   planned = {run.name for run in runs}
   for name in listed:
@@ -88,11 +86,16 @@ def prepare(
     _named(folder, run.name): json.dumps(dataclasses.asdict(run), indent=2)
     for run in prepared
   }
-  for name, text in texts.items():
-    try:
+  # A refused launch writes nothing.
+  for name in texts:
+    with contextlib.suppress(OSError):
       files.refuse_foreign(
         "--workdir", folder / name, _RUN_OURS, lambda name=name: name in listed
       )
+  if not files.is_remote(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+  for name, text in texts.items():
+    try:
       if not files.is_remote(folder):
         (folder / name).mkdir(parents=True, exist_ok=True)
       files.write(folder / name / RUN, text + "\n")

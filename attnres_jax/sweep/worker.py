@@ -52,6 +52,7 @@ from attnres_jax.common import command_line
 from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import plans
+from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
@@ -350,6 +351,7 @@ def _train(
       plans=workdir.parent / plans.COPY,
     )
   except Exception as error:
+    errors.without_jax_notes(error)
     text = " ".join(f"{type(error).__name__}: {error}".split())
     trace = traceback.format_exc()
     if files.is_disk_full(error):

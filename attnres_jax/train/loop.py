@@ -123,6 +123,7 @@ def train_and_evaluate(
     if text_of is not None:
       run_folder.refuse_other_text(config, descriptions, *text_of)
     run_folder.refuse_foreign("--workdir", workdir)
+    begun = stack.enter_context(run_folder.removed_if_refused(workdir))
     held = stack.enter_context(claims.held(workdir, claim))
     changes = run_folder.changes(workdir, config, descriptions)
     if changes and not resume_with_changed_config:
@@ -204,6 +205,7 @@ def train_and_evaluate(
     stack.callback(profiler.close)
     stopped = False
     stop.begin_work()
+    begun()
     try:
       while step < config.train.steps:
         stopped = stop.requested(step)

@@ -6,11 +6,12 @@ must match the newest one, and a damaged file is rebuilt. metrics.jsonl records
 what was completed, summary.json the outcome.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 from typing import Any
 
@@ -19,6 +20,7 @@ import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax import optimizer
+from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.train import account
 from attnres_jax.train import checkpoint
@@ -86,6 +88,32 @@ def refuse_foreign(name: str, workdir: epath.Path) -> None:
     if not files.is_remote(workdir) and os.path.isfile(workdir / folder):
       files.fail_foreign(name, workdir, folder)
   files.refuse_foreign(name, workdir, _OURS, known)
+
+
+@contextlib.contextmanager
+def removed_if_refused(workdir: epath.Path) -> Iterator[Callable[[], None]]:
+  """A context in which a refused run leaves no folder that was not there.
+
+  Enter it before the claim of the folder, so that it is left after it.
+
+  Yields:
+    What to call when the run has begun, and its folder stays.
+  """
+  begun, missing = [], []
+  place = workdir
+  while not (files.is_remote(place) or os.path.lexists(place)):
+    missing.append(place)
+    place = place.parent
+  try:
+    yield lambda: begun.append(True)
+  except Exception as error:
+    refused = exits.of_error(error) == exits.Exit.NEVER and not begun
+    if refused and missing and jax.process_index() == 0:
+      shutil.rmtree(workdir, ignore_errors=True)
+      with contextlib.suppress(OSError):  # Others use it now.
+        for parent in missing[1:]:
+          parent.rmdir()
+    raise
 
 
 def changes(

@@ -79,6 +79,7 @@ def facts(name: str) -> dict[str, Any]:
       "model.vocab_size": 257,
       "model.residual.num_blocks": 8,
     },
+    by_hand=(),
   ).model
   scheme = residuals.scheme_of(model)
   counted = flops.flops_per_token(model, LENGTH)

@@ -26,6 +26,7 @@ from attnres_jax.plan import __main__ as plan_main
 from attnres_jax.plan import search
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import worker
+from attnres_jax.train import described
 from experiments.scaling_law import run as scaling_law
 from tests import tiny_run
 
@@ -203,6 +204,7 @@ def test_references_stay_live_as_in_config_flags(tmp_path_factory, pairs):
   wanted = values.config.to_dict()
   try:
     wanted = config_lib.build_run_config(wanted)
+    described.check(wanted)
   except config_lib.ConfigError as error:
     wanted = str(error)
   try:
@@ -287,14 +289,14 @@ def test_the_config_of_an_old_run(tmp_path):
   old = config_lib.load_config(SPEC, {"optim.peak_lr": 0.25})
   path = tmp_path / "config.json"
   path.write_text(config_lib.to_json(old))
-  new = config_lib.Source(str(path), {"train.steps": "7"}).load()
+  new = config_lib.Source(str(path), {"train.steps": "70"}).load()
   assert new == old.__class__(
     **{
       field.name: getattr(old, field.name)
       for field in dataclasses.fields(old)
       if field.name != "train"
     },
-    train=dataclasses.replace(old.train, steps=7),
+    train=dataclasses.replace(old.train, steps=70),
   )
   path.write_text(json.dumps({"model": {"num_layers": 3 * 10**8}}))
   with pytest.raises(config_lib.ConfigError, match="up to 2000"):

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command of a sweep: its errors, and its use of the compiler."""
 
+import importlib
 import os
+import sys
 import types
 
 from jax.experimental import topologies
 import pytest
 
+from attnres_jax import sweep
 from attnres_jax.common import csv_rows
 from attnres_jax.common import topology
 from attnres_jax.plan import report
@@ -56,6 +59,76 @@ def test_bad_arguments_get_one_line(main, capsys, arguments, error):
   lines = capsys.readouterr().err.splitlines()
   assert len(lines) == 1 and lines[0].startswith("error: ")
   assert error in lines[0]
+
+
+# Settings without which a launcher refuses any launch.
+NEEDED = {
+  "jobset": ["image=x", "slice=v6e-8"],
+  "skypilot": ["slice=v6e-8"],
+  "tpu_vm": ["slice=v6e-8", "zone=z"],
+}
+
+
+def _refusals():
+  """A launcher, and settings that it refuses."""
+  for name in sweep.LAUNCHERS:
+    module = importlib.import_module(f"attnres_jax.sweep.launchers.{name}")
+    needed = NEEDED.get(name, [])
+    yield name, [*needed, "nothing=1"]
+    for one in needed:
+      yield name, [other for other in needed if other != one]
+    for setting, about in module.SETTINGS.items():
+      if about.kind is not str:
+        yield name, [*needed, f"{setting}=x"]
+  for name in ("script", "manifests", "task"):  # Of somebody else.
+    launcher = dict(script="slurm", manifests="jobset", task="skypilot")[name]
+    yield launcher, [*NEEDED.get(launcher, []), f"{name}=theirs"]
+  yield "slurm", ["time=soon"]
+  yield "ray", ["accelerator=v1-8"]
+  yield "ray", ["gpus=2"]
+  yield "jobset", ["image=x", "slice=v6e-8", "chips_per_host=3"]
+
+
+@pytest.mark.parametrize("launcher,settings", list(_refusals()))
+def test_a_refused_launch_writes_nothing(
+  launcher, settings, source, tmp_path, monkeypatch, capsys
+):
+  (tmp_path / "theirs").mkdir()
+  for file in ("queue.yaml", "runs.yaml"):
+    (tmp_path / "theirs" / file).write_text("theirs")
+  monkeypatch.chdir(tmp_path)
+  before = sorted(tmp_path.rglob("*"))
+  flags = [f"--set={one}" for one in settings]
+  flags += [f"--launcher={launcher}", f"--config={source}", "--workdir=new"]
+  assert cli.main(tiny_sweep.EXPERIMENT, flags) == 2
+  text = capsys.readouterr().err
+  assert text.startswith("error: ") and text.count("\n") == 1
+  assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_launch_without_its_package_writes_nothing(
+  main, tmp_path, monkeypatch
+):
+  monkeypatch.setitem(sys.modules, "ray", None)
+  before = sorted(tmp_path.rglob("*"))
+  assert main("--launcher=ray") == 2
+  assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_launch_of_other_runs_into_a_folder_changes_nothing(
+  main, source, tmp_path, capsys
+):
+  """Whose runs differ, or that has a file of somebody else in a run."""
+  tiny_sweep.prepare(tmp_path / "sweep", source)
+  tiny_sweep.write(tmp_path / "tiny.py", seeds=(0, 1, 2, 3))
+  new = grid.load(source)[-1].name
+  (tmp_path / "sweep" / new).mkdir()
+  (tmp_path / "sweep" / new / "run.json").write_text('{"theirs": 1}')
+  before = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")}
+  assert main("--set=max_restarts=0") == 2
+  assert "files of others" in capsys.readouterr().err
+  after = {p: p.is_file() and p.read_text() for p in tmp_path.rglob("*")}
+  assert after == before
 
 
 def test_a_dry_run_checks_a_local_folder(main, tmp_path, capsys):

@@ -22,6 +22,7 @@ from attnres_jax.train import metrics
 from attnres_jax.train import run_folder
 from attnres_jax.train import step_log
 from attnres_jax.train import train_state
+from attnres_jax.train import watch
 from tests import tiers
 from tests import tiny_run
 
@@ -287,6 +288,65 @@ def test_a_full_disk_leaves_what_was_there(quick_run, quick, monkeypatch):
   for name, content in before.items():
     assert (run / name).read_bytes() == content
   assert not list(run.rglob("*.tmp"))
+
+
+# What a start calls after the claim, in this order.
+STAGES = (
+  (run_folder, "changes"), (checkpoint, "restore_latest"),
+  (metrics, "read_tail"), (run_folder, "missing_checkpoint"),
+  (metrics, "make_writer"), (loop, "report_start"), (loop, "_compile"),
+  (loop, "Saves"), (watch, "Profiler"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage[1])
+def test_a_refused_start_leaves_what_was_there(
+  stage, quick, tmp_path, monkeypatch
+):
+  """Wherever it is refused: no folder, or the files of another's folder."""
+
+  def refuse(*unused, **also_unused):
+    raise config_lib.ConfigError("no")
+
+  monkeypatch.setattr(*stage, refuse)
+  if stage[1] != "_compile":  # Which takes seconds.
+    monkeypatch.setattr(loop, "_compile", lambda *unused: None)
+  monkeypatch.setattr(
+    train_state.Program, "init_state", lambda self: None, raising=True
+  )
+  with pytest.raises(config_lib.ConfigError, match="^no$"):
+    tiny_run.train_here(tmp_path / "a" / "b", quick)
+  assert not list(tmp_path.iterdir())
+  (tmp_path / "a").mkdir()
+  (tmp_path / "a" / "notes.txt").write_text("mine")
+  with pytest.raises(config_lib.ConfigError, match="^no$"):
+    tiny_run.train_here(tmp_path / "a" / "b" / "c", quick)
+  assert [path.name for path in tmp_path.rglob("*")] == ["a", "notes.txt"]
+
+
+def test_a_start_that_may_work_later_keeps_its_folder(
+  quick, tmp_path, monkeypatch
+):
+  def fail(*unused):
+    raise OSError("the store is away")
+
+  monkeypatch.setattr(loop, "_compile", fail)
+  with pytest.raises(OSError, match="away"):
+    tiny_run.train_here(tmp_path / "run", quick)
+  assert (tmp_path / "run" / run_folder.CONFIG).exists()
+
+
+@pytest.mark.parametrize(
+  "wrong",
+  [
+    {"train.start_from": "nowhere"},
+    {"train.compiler_options": ("xla_no_such_flag=1",)},
+  ],
+)
+def test_refusals_of_a_start(wrong, quick, tmp_path):
+  with pytest.raises((config_lib.ConfigError, jax.errors.JaxRuntimeError)):
+    tiny_run.train_here(tmp_path / "run", quick | wrong)
+  assert not list(tmp_path.iterdir())
 
 
 def test_rows_that_are_missing_are_noticed():

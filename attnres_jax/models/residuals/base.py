@@ -133,8 +133,9 @@ class Residual(nnx.Module):
       without, it is the identity.
     final_norm: whether there is a norm between the readout and the head.
     qkv_norm: whether mixers have the norms of `model.qkv_norm` in any case.
-    takes: which of `rank`, `streams`, `stream_dtype` and `gate` of
-      `config.residual` it has; the others have to keep their defaults.
+    takes: which fields of `config.residual` it reads, besides `form`. Of the
+      others, `rank`, `streams`, `stream_dtype` and `gate` have to keep their
+      defaults, and nobody may set sizes of blocks by hand.
   """
 
   style = Style()
@@ -227,9 +228,18 @@ class Residual(nnx.Module):
     """h_out [B, T, D], which goes to the final norm and the head."""
     raise self._lacks("readout")
 
-  def _lacks(self, method: str) -> NotImplementedError:
+  @classmethod
+  def check_methods(cls) -> None:
+    """Raises NotImplementedError for a method without which nothing runs."""
+    for method in ("init", "input", "write", "readout"):
+      reads = method == "input" and cls.read is not Residual.read
+      if getattr(cls, method) is getattr(Residual, method) and not reads:
+        raise cls._lacks(method)
+
+  @classmethod
+  def _lacks(cls, method: str) -> NotImplementedError:
     return NotImplementedError(
-      f"the scheme {type(self).__name__} has no `{method}`"
+      f"the scheme {cls.__name__} has no `{method}`"
       " (attnres_jax.models.residuals.base says what a scheme has)"
     )
 

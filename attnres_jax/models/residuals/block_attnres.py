@@ -35,6 +35,7 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
   certainty = base.Certainty.PAPER
   headline = True
   can_sum = True
+  takes = ("block_size", "num_blocks")
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

@@ -170,6 +170,7 @@ class DeltaBlock(Stream):
 
   style = base.Style("Delta Block AttnRes", "#8a4fc4", "s", (0, (4, 2.5)))
   certainty = base.Certainty.CODE
+  takes = (*Stream.takes, "block_size", "num_blocks")
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
   stream = True
 

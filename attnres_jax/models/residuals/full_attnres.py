@@ -32,6 +32,7 @@ class FullAttnRes(base.Values, depth_read.DepthAttention):
   certainty = base.Certainty.PAPER
   headline = True
   can_sum = True
+  takes = ("schedule_size",)
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

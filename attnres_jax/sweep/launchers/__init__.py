@@ -6,6 +6,10 @@ A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
   SETTINGS   {name: settings.Setting}: what `--set name=value` may say to it
   launch     (runs, folder, options) -> exit status
 
+and maybe
+
+  require    () -> None: raises ConfigError if a package is missing
+
 `launch` gets runs that `folder.prepare` has created (with `options.dry_run`
 they may not exist yet). It starts `worker.command` for the runs that `todo`
 returns. It returns 0 only when all of them are done (or started, if runs
@@ -54,7 +58,7 @@ def load(name: str, options: Options) -> Any:
   """The launcher with this name, after checking its settings.
 
   Raises:
-    ConfigError: no such launcher or setting.
+    ConfigError: no such launcher or setting, or a package is missing.
   """
   if name not in LAUNCHERS:
     raise config_lib.ConfigError(
@@ -67,6 +71,8 @@ def load(name: str, options: Options) -> Any:
       raise config_lib.ConfigError(
         f"--set: got {setting!r}, expected a setting of {name}: {accepted}"
       )
+  if hasattr(module, "require") and not options.dry_run:
+    module.require()
   return module
 
 

@@ -97,12 +97,12 @@ def launch(
   # The queue starts no worker by itself.
   head = f"# For {launchers.MARKS[0]}\n"
   texts = {file: head + to_yaml(objects) for file, objects in manifests.items()}
-  if options.dry_run:
-    print("---\n".join(texts.values()), end="")
-    return 0
   target = pathlib.Path(settings.manifests)
   for file in texts:
     files.check_output("--set=manifests", target / file, launchers.MARKS)
+  if options.dry_run:
+    print("---\n".join(texts.values()), end="")
+    return 0
   for file, text in texts.items():
     files.write_output("--set=manifests", target / file, text, launchers.MARKS)
   label = f"{SWEEP_LABEL}={_label(folder)}"

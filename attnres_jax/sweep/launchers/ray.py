@@ -72,7 +72,6 @@ def launch(
       print(_gang(settings), shlex.join(worker.command(folder, run.name)))
     return 0
   ray = _import("ray")
-  _import("ray.train")
   # Keep the working directory, so that relative paths of the configuration
   # work.
   os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
@@ -92,6 +91,12 @@ def launch(
       ray.shutdown()
   done = [state_lib.read(epath.Path(folder) / run.name) for run in todo]
   return 0 if all(one.status == state_lib.DONE for one in done) else 1
+
+
+def require() -> None:
+  """Refuses a launch without Ray."""
+  for name in ("ray", "ray.train", "ray.train.v2.jax"):
+    _import(name)
 
 
 def parse(options: launchers.Options) -> types.SimpleNamespace:

@@ -50,6 +50,7 @@ def launch(
   settings = settings_lib.read(SETTINGS, options.settings)
   todo = launchers.todo(runs, folder, options)
   text = yaml.safe_dump(task(folder, settings, options.only), sort_keys=False)
+  files.check_output("--set=task", settings.task, launchers.MARKS)
   if options.dry_run:
     print(text, end="")
   else:

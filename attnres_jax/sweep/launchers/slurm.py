@@ -65,10 +65,11 @@ def launch(
   # Jobs start in the directory where they were submitted.
   folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
   text = script(names, folder, options)
+  target = _read(options).script
+  files.check_output("--set=script", target, launchers.MARKS)
   if options.dry_run:
     print(text, end="")
     return 0
-  target = _read(options).script
   files.write_output("--set=script", target, text, launchers.MARKS)
   print(f"{len(names)} runs in {target}\n  sbatch {target}")
   return 0

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds what a config describes, without arrays, so that wrong names are told.
+
+Names of schemes, mixers and optimisers are keys of registries of code, and many
+limits are those of the classes there. So a config is right if its network and
+its optimiser can be built, which takes a tenth of a second. Only a mesh needs
+devices (`train_state.make_program`).
+"""
+
+from collections.abc import Iterable
+import dataclasses
+
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax import optimizer
+from attnres_jax.config import fields
+from attnres_jax.models import block_scan
+from attnres_jax.models import residuals
+from attnres_jax.optimizer import qk_clip
+
+_RESIDUAL = "model.residual."
+# Stands for the size of a vocabulary that is not known yet.
+_SOME_TOKENS = 256
+
+
+def check(config: config_lib.RunConfig) -> None:
+  """Refuses a config without a network, an optimiser or a schedule.
+
+  Raises:
+    ConfigError: names the field or the parameter.
+    NotImplementedError: the scheme lacks a method.
+  """
+  model = config.model
+  if not model.vocab_size:
+    model = dataclasses.replace(model, vocab_size=_SOME_TOKENS)
+  optimizer.make_schedule(config.optim, config.train.steps)
+  residuals.scheme_of(model).check_methods()
+  network = jax.eval_shape(lambda: models.build_model(model))
+  jax.eval_shape(optimizer.make_optimizer(config.optim).init, network)
+  if config.optim.qk_clip:
+    qk_clip.check(config)
+  # Chunks of a pipeline have a scan each.
+  if model.depth_loop == "scan" and config.mesh.stage == 1:
+    kinds = model.sublayer_kinds
+    block_scan.check(kinds, (len(kinds),), network.residual)
+
+
+def check_new(config: config_lib.RunConfig, by_hand: Iterable[str]) -> None:
+  """`check` of a config that no run has yet, whose fields a person has set.
+
+  Raises:
+    ConfigError: names the field or the parameter.
+    NotImplementedError: the scheme lacks a method.
+  """
+  check(config)
+  if "num_blocks" in residuals.scheme_of(config.model).takes:
+    config.model.check_num_blocks()
+  for name in by_hand:
+    check_acts(config, name)
+
+
+def check_acts(config: config_lib.RunConfig, name: str) -> None:
+  """Refuses a field that a person has set, if it does not act in this config.
+
+  Raises:
+    ConfigError: says beside what it acts.
+  """
+  fields.check_acts(config, name)
+  field, residual = name.removeprefix(_RESIDUAL), config.model.residual
+  if field == name or field == "name" or "." in field:
+    return
+  value = getattr(residual, field)
+  if not value:  # Such as 0 blocks.
+    return
+  if field == "form":
+    acts = residuals.abstract_residual(config.model).form == value
+  else:
+    acts = field in residuals.scheme_of(config.model).takes
+  if not acts:
+    wanted = f"no value of its own with model.residual.name={residual.name!r}"
+    config_lib.fail(name, value, f"{wanted}, which does not read it")
