@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of TPU slices, and descriptions of their devices."""
+"""Names of TPU slices and hosts of GPUs; descriptions of their devices."""
 
 from collections.abc import Sequence
 import os
@@ -8,6 +8,7 @@ from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import chips
+from attnres_jax.common import gpus
 from attnres_jax.config import errors
 from attnres_jax.config import fields
 
@@ -45,14 +46,18 @@ _MARKETING = {
 def topology_name(name: str) -> str:
   """The compiler's name of a slice: "v5e:4x4" for "v5e-16" and "v5e:4x4".
 
+  GPUs have one of our own, "h100:1x8" for "h100-8".
+
   Raises:
     ConfigError: a cloud's name with an unknown size.
   """
+  if gpu := gpus.topology_name(name):
+    return gpu
   match = re.fullmatch(r"(\w+)-(\d+)", name)
   if not match:
     return name
   kind, count = match[1], int(match[2])
-  errors.check_in("topology", kind, _MARKETING)
+  errors.check_in("topology", kind, [*_MARKETING, *gpus.TARGETS])
   shapes, per_chip = _MARKETING[kind]
   sizes = {per_chip * number: shape for number, shape in shapes.items()}
   if count not in sizes:
@@ -62,13 +67,18 @@ def topology_name(name: str) -> str:
 
 
 def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
-  """Descriptions of all devices of a slice, or of several slices.
+  """Descriptions of all devices of a slice, of several slices, or of GPUs.
 
   Raises:
-    ConfigError: libtpu is not installed, or does not know the topology, or the
-      number of slices is none.
+    ConfigError: the compiler is not installed, or does not know the topology,
+      or the number of slices is none.
   """
   fields.accept("--num_slices", num_slices, fields.Size)
+  if found := gpus.devices(name):
+    if num_slices > 1:
+      accepted = f"1 with GPUs, whose hosts are in the topology ({name}x8)"
+      config_lib.fail_argument("--num_slices", num_slices, accepted)
+    return found
   for variable, value in ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
   from jax.experimental import topologies
@@ -91,8 +101,8 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
     config_lib.fail_argument(
       "topology",
       name,
-      "a TPU topology such as v5e:4x4, v5p:4x4x4 or v5e-16, with libtpu"
-      f" installed ({reason})",
+      "GPUs such as h100-8, or a TPU topology such as v5e:4x4, v5p:4x4x4 or"
+      f" v5e-16, with libtpu installed ({reason})",
     )
   return description.devices
 
@@ -104,14 +114,14 @@ def chip(device: Any) -> chips.Chip:
     ConfigError: it has no row, or one without memory and links.
   """
   kind = device.device_kind
-  known = {kind for kind, chip in chips.CHIPS.items() if chip.hbm_bytes}
-  if kind in chips.CHIPS and kind not in known:
+  row = chips.chip_of(kind)
+  if row is None or not row.hbm_bytes:
+    known = sorted(name for name, one in chips.CHIPS.items() if one.hbm_bytes)
     config_lib.fail_argument(
       "topology",
       kind,
-      f"one of {', '.join(sorted(known))}; {kind} has no plans, as its memory"
-      " and rates are not in our table: train with a mesh and microbatches of"
+      f"one of {', '.join(known)}; {kind} has no plans, as its memory and"
+      " rates are not in our table: train with a mesh and microbatches of"
       " your own, without `planned`",
     )
-  errors.check_in("topology", kind, known)
-  return chips.CHIPS[kind]
+  return row

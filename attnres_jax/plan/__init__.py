@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Compile any configuration for a TPU pod, on a machine without one.
+r"""Compile any configuration for TPUs or GPUs, on a machine without them.
 
   hlo           reads a compiled program: loops, products, traffic, collectives
   attribution   which part of the network each of its instructions belongs to
@@ -10,7 +10,7 @@ r"""Compile any configuration for a TPU pod, on a machine without one.
   python -m attnres_jax.plan --config=configs/lm.py:size=large \
     --config.mesh.fsdp=16 --config.mesh.data=1 --topology=v5e:4x4
 
-Needs `libtpu` (`pip install libtpu`) but no TPU.
+Needs `libtpu` (`pip install libtpu`) but no TPU; for GPUs, the extra gpu-plan.
 
 The room exceeds its budget by what no library counts: loops, fusions and pieces
 of collectives in XLA's text, and the ticks of a pipeline.

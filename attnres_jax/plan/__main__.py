@@ -8,6 +8,9 @@ r"""Whether a config fits a pod, what bounds its step, and what it sends.
   python -m attnres_jax.plan ... --step=decode
   python -m attnres_jax.plan ... --until=schedule
 
+GPUs are h100-1, h100-8, h200-8 and b200-8; h100-8x8 is eight hosts of eight.
+They need `pip install 'attnres-jax[gpu-plan]'`, and no GPU.
+
 With --until=schedule, the compiler is stopped before it writes machine code,
 which takes most of its time. Everything is reported but the size of the program
 itself.
@@ -44,7 +47,7 @@ def make_parser() -> command_line.Parser:
   parser.add_config()
   add(
     "--topology",
-    help="TPU slice, such as v5e:4x4, v5p:4x4x4 or v5e-16",
+    help="TPU slice, such as v5e:4x4 or v5e-16, or GPUs: h100-8, h200-8x8",
   )
   add(
     "--num_slices",
@@ -75,7 +78,7 @@ def _report(options: argparse.Namespace) -> int:
     files.check_output("--json", options.json, _MARKS)
   if not options.topology:
     raise config_lib.ConfigError(
-      "--topology: missing, expected a slice such as v5e:4x4"
+      "--topology: missing, expected a slice such as v5e:4x4, or h100-8"
     )
   config = command_line.load_config(options.config)
   import jax

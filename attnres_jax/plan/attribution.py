@@ -10,7 +10,7 @@ name. It belongs to the part that uses it first, or else to the part that made
 it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import dataclasses
 
 from attnres_jax.common import scopes
@@ -56,7 +56,7 @@ def costs(program: hlo.Program) -> dict[str, Cost]:
       flops = program.product_flops(instruction)
       if flops:
         part(instruction.place).flops += count * flops
-      if "tpu_custom_call" in instruction.attributes:
+      if instruction.is_kernel:
         part(instruction.place).kernels += count
   for count, instruction, nbytes in program.instructions():
     part(instruction.place).moved_bytes += count * nbytes
@@ -76,7 +76,7 @@ def owners(program: hlo.Program) -> dict[Place, str | None]:
     own = {name: _own(program, one) for name, one in known.items()}
     for name, part in _from_neighbours(known, own).items():
       owners[computation, name] = part
-      for inner in _inside(program, known[name]):
+      for inner in program.inside(known[name]):
         owners[inner.place] = scopes.of_name(inner.op_name) or part
   return owners
 
@@ -86,24 +86,13 @@ def _own(program: hlo.Program, instruction: hlo.Instruction) -> str | None:
   own = scopes.of_name(instruction.op_name)
   found = [
     (program.product_flops(inner), part)
-    for inner in _inside(program, instruction)
+    for inner in program.inside(instruction)
     if (part := scopes.of_name(inner.op_name))
   ]
   largest, part = max(found, default=(0.0, None))
   if largest or not own:
     return part
   return own
-
-
-def _inside(
-  program: hlo.Program, instruction: hlo.Instruction
-) -> Iterator[hlo.Instruction]:
-  """The instructions that are fused into one."""
-  for _, called in instruction.called():
-    if called in program.fused:
-      for inner in program.computations[called].values():
-        yield inner
-        yield from _inside(program, inner)
 
 
 def _from_neighbours(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a compiled TPU program: what it computes, moves and sends.
+"""Reads a compiled TPU or GPU program: what it computes, moves and sends.
 
 The compiler's own cost analysis counts the body of a loop once. Here every
 instruction counts as often as it runs: trip counts are read from the conditions
@@ -17,6 +17,7 @@ import re
 import numpy as np
 
 from attnres_jax.common import scopes
+from attnres_jax.plan import gpu_products
 from attnres_jax.plan import instruction as instruction_lib
 
 Array = instruction_lib.Array
@@ -112,11 +113,11 @@ class Program:
 
   def product_flops(self, instruction: Instruction) -> float:
     """FLOPs of one execution of a matrix product; 0 for anything else."""
-    if instruction.op != "convolution":
-      return 0.0
     computation, _ = instruction.place
     known = self.computations[computation]
-    return instruction_lib.product_flops(instruction, known)
+    if instruction.op == "convolution":
+      return instruction_lib.product_flops(instruction, known)
+    return gpu_products.product_flops(instruction, known)
 
   def hbm_bytes(self, start: str = "") -> float:
     """Bytes of HBM that all instructions read and write; see `flops`."""
@@ -229,7 +230,7 @@ class Program:
           results.remove(array)
     read: Mapping[int, float] = {}
     written: Mapping[int, float] = {}
-    if instruction.op == "fusion":
+    if instruction.op.removesuffix("-start") == "fusion":
       read, written = self._parts(instruction)
     elif instruction.op.removesuffix("-start") in _CUTS:
       read = {0: max(a.nbytes for a in results)}
@@ -350,6 +351,14 @@ class Program:
       instruction.place,
     )  # fmt: skip
 
+  def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+    """The instructions that are fused into one."""
+    for _, called in instruction.called():
+      if called in self.fused:
+        for inner in self.computations[called].values():
+          yield inner
+          yield from self.inside(inner)
+
   @functools.cached_property
   def fused(self) -> set[str]:
     """Computations inside one instruction, whose values stay on the core."""
@@ -386,7 +395,7 @@ class Program:
         if instruction.op == "while":
           trips = scopes.mean_trips_of_name(instruction.op_name)
           if trips is None:
-            trips = self._trips(called["condition"])
+            trips = self._trips(instruction, called["condition"])
           visit(called["body"], count * trips, True)
           continue
         inner = [called for _, called in instruction.called()]
@@ -397,8 +406,11 @@ class Program:
     visit(start, 1, False)
     return runs
 
-  def _trips(self, condition: str) -> int:
-    """The largest constant in the condition of a loop."""
+  def _trips(self, loop: Instruction, condition: str) -> int:
+    """What the compiler says, or the largest constant in the condition."""
+    count = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if count:
+      return int(count[1])
     constants = [
       int(match[1])
       for instruction in self.computations[condition].values()
@@ -433,7 +445,7 @@ def _end(schedule: Sequence[Instruction], at: int) -> int:
 def _computes(instruction: Instruction) -> bool:
   """Whether it computes, rather than moving data or starting a collective."""
   if instruction.op == "custom-call":
-    return "tpu_custom_call" in instruction.attributes
+    return instruction.is_kernel or gpu_products.is_library(instruction)
   working = ("fusion", "convolution", "while", "conditional")
   return instruction.op in working and not instruction.name.startswith(
     "%async-collective"

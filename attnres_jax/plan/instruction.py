@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One instruction of a compiled TPU program, read from its line of text."""
+"""One instruction of a compiled program, read from its line of text."""
 
 from collections.abc import Iterator, Mapping
 import dataclasses
@@ -15,6 +15,8 @@ _BYTES = {
   "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1,
 }  # fmt: skip
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+# What calls a Pallas kernel, on a TPU and on a GPU.
+_KERNELS = '="tpu_custom_call"', '="mosaic_gpu'
 # Parts of an operation's name that say where in the program it is.
 _CONTROL_NAME = re.compile(
   r"shard_map|while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint"
@@ -71,6 +73,11 @@ class Instruction:
     """The operation of the traced program, with all enclosing ones, or ""."""
     match = re.search(r'op_name="([^"]*)"', self.attributes)
     return match[1] if match else ""
+
+  @property
+  def is_kernel(self) -> bool:
+    """Whether it runs a Pallas kernel, whose FLOPs are not in the text."""
+    return any(target in self.attributes for target in _KERNELS)
 
   def source(self) -> str:
     """The operation of the traced program that it comes from, if known.

@@ -173,7 +173,7 @@ def _units(program: hlo.Program, num_chunks: int) -> dict[tuple[str, int], str]:
 
 def _has_kernels(program: hlo.Program, body: str) -> bool:
   return any(
-    "tpu_custom_call" in instruction.attributes
+    instruction.is_kernel
     for name in program.runs_from(body)
     for instruction in program.computations[name].values()
   )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a step of a config for TPUs, without having them.
+"""Compiles a step of a config for TPUs or GPUs, without having them.
 
 Everything is per device. Memory is the compiler's own account of one program.
 The compiler counts no FLOPs inside Pallas kernels: for parts with kernels, the
@@ -10,7 +10,8 @@ A step takes the larger of its compute and its memory at the peaks that the
 compiler assumes, plus the transfers beside which nothing is computed, and never
 less than all its transfers. In a pipeline, each unit of work takes the larger
 of its own compute and memory, and each tick as long as its slowest rank, so
-that the bubble counts (`lockstep`). No chip reaches its peaks, so real steps
+that the bubble counts (`lockstep`). On GPUs, a step is the sum of its launches
+(`gpu`). No chip reaches its peaks, so real steps
 take longer. A step takes *at least* the largest of the three at the published
 peaks.
 """
@@ -28,6 +29,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax.common import chips
 from attnres_jax.common import compiler
+from attnres_jax.common import gpus
 from attnres_jax.common import sharding
 from attnres_jax.common import text_table
 from attnres_jax.common import topology
@@ -36,6 +38,7 @@ from attnres_jax.inference import programs
 from attnres_jax.pipeline import spmd
 from attnres_jax.plan import attribution
 from attnres_jax.plan import bill
+from attnres_jax.plan import gpu
 from attnres_jax.plan import hlo
 from attnres_jax.plan import least
 from attnres_jax.plan import lockstep
@@ -102,7 +105,7 @@ def make_report(
   report["lower_seconds"] = time.perf_counter() - start
   start = time.perf_counter()
   try:
-    compiled = lowered.compile()
+    compiled = lowered.compile(gpus.COMPILER_OPTIONS if _is_gpu(mesh) else None)
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
@@ -126,7 +129,7 @@ def make_schedule_report(
 
   It takes a fraction of the time. Bytes and FLOPs are the same. The peak covers
   all allocations, without the program itself (docs/status.md). If the compiler
-  refuses it without a peak, `reason` is its message.
+  refuses it without a peak, `reason` is its message. For GPUs, all is compiled.
 
   Args:
     config: of the run.
@@ -137,8 +140,10 @@ def make_schedule_report(
     ConfigError: the config does not fit the mesh, or has no vocabulary size.
   """
   devices = topology.devices(slice_name, num_slices)
-  chip = topology.chip(devices[0])
   mesh = sharding.make_mesh(config.mesh, devices)
+  if _is_gpu(mesh):
+    return make_report(config, devices)
+  chip = topology.chip(devices[0])
   program = train_state.make_program(config, mesh)
   report = _of_shapes(config, "train", program, chip)
   found = schedule.compile_step(config, slice_name, num_slices)
@@ -187,7 +192,8 @@ def _times(
   report: Mapping[str, Any], text: str, step: train_state.Program
 ) -> dict[str, Any]:
   """What a program computes, moves and sends, and what binds it."""
-  chip = topology.chip(step.mesh.devices.flat[0])
+  device = step.mesh.devices.flat[0]
+  chip = topology.chip(device)
   trains = report["step"] == "train"
   needs = least.of_parts(step) if trains else {}
   program = hlo.Program(text)
@@ -212,7 +218,11 @@ def _times(
         program, step.config, step.network.schedule, chip, step.mesh.size
       )
     )
-  found["step_seconds"] = step_seconds(found, chip)
+  if _is_gpu(step.mesh):
+    found |= gpu.of_program(program, chip, device.device_kind)
+    found["step_seconds"] = gpu.step_seconds(found)
+  else:
+    found["step_seconds"] = step_seconds(found, chip)
   return found
 
 
@@ -223,6 +233,10 @@ def step_seconds(report: Mapping[str, Any], chip: chips.Chip) -> float:
     work = report["lockstep"]["seconds"]
   exposed = report["exposed_bytes"] / chip.link_bytes_per_second
   return max(work + exposed, report["link_seconds"])
+
+
+def _is_gpu(mesh: jax.sharding.Mesh) -> bool:
+  return mesh.devices.flat[0].platform == "gpu"
 
 
 def to_text(report: Mapping[str, Any]) -> str:
@@ -319,7 +333,9 @@ def _total_rows(report):
     ("bytes between slices", "bytes_between_slices", ""),
   ]
   share = report["exposed_bytes"] / (report["sent_bytes"] or 1.0)
-  report = dict(report, exposed_seconds=share * report["link_seconds"])
+  report = {"exposed_seconds": share * report["link_seconds"]} | dict(report)
+  if "launches" in report:
+    rows.insert(3, ("launches", "launches", "launch_seconds"))
   report.setdefault("bytes_between_slices", 0.0)
   return [
     (label, f"{report[name]:.3e}", f"{report[time]:.3f}" if time else "")

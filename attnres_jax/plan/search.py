@@ -51,6 +51,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax.common import command_line
 from attnres_jax.common import environment
+from attnres_jax.common import gpus
 from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import text_table
 from attnres_jax.common import topology
@@ -154,7 +155,9 @@ def make_parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.plan.search", __doc__)
   add = parser.add_argument
   parser.add_config()
-  add("--topology", help="TPU slice, such as v6e-16, v5e:4x4 or v5p:4x4x4")
+  add(
+    "--topology", help="TPU slice or GPUs, such as v6e-16, v5p:4x4x4 or h100-8"
+  )
   add(
     "--num_slices",
     type=fields.Size,
@@ -235,7 +238,11 @@ def _due(
   if not (options.sweep or found[0][1]):
     config_lib.fail_argument("--again", True, f"a plan in {options.plans}")
   # What other code or another compiler has made.
-  now = dict(commit=environment.commit(), jax=jax.__version__, libtpu=_libtpu())
+  now = dict(
+    commit=environment.commit(),
+    jax=jax.__version__,
+    libtpu=_compiler(options.topology),
+  )
   return [
     (config, row)
     for config, row in found
@@ -278,7 +285,9 @@ def _save(
   tries: int | str,
   options: argparse.Namespace,
 ) -> None:
-  facts = _facts(row) | dict(tries=tries, slice=slice_name, libtpu=_libtpu())
+  facts = _facts(row) | dict(
+    tries=tries, slice=slice_name, libtpu=_compiler(slice_name)
+  )
   plans_lib.put(
     config,
     topology.devices(slice_name),
@@ -361,7 +370,10 @@ def _facts(row: Mapping[str, Any]) -> dict[str, str]:
   return cells | {"bound": row["bound"] or ""}
 
 
-def _libtpu() -> str:
+def _compiler(slice_name: str) -> str:
+  """The version of libtpu; for GPUs, of JAX's plugin, which has XLA."""
+  if gpus.parse(slice_name):
+    return f"gpu {gpus.version()}"
   return importlib.metadata.version("libtpu")
 
 

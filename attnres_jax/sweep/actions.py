@@ -26,6 +26,7 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import preflight
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.train import signals
 
 
@@ -47,14 +48,14 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
   found = budget.prices(selected, plans.rows(options.plans))
-  given = settings.get("slice") or settings.get("accelerator")
+  place = budget.place_of(settings_lib.read(launcher.SETTINGS, settings))
   if options.max_chip_hours is not None:
-    name = given or options.preflight
-    budget.check(selected, found, options.max_chip_hours, name)
-  if given and given not in ("cpu", "gpu"):
-    # A plan is for one slice.
-    several = settings.get("slices", "1") != "1"
-    budget.check_planned(selected, [] if several else found, given)
+    name = None if place and "gpus=" in place else place
+    budget.check(
+      selected, found, options.max_chip_hours, name or options.preflight
+    )
+  if place:
+    budget.check_planned(selected, found, place)
   # As comments, since a dry run may print a manifest or a script.
   text = budget.to_text(selected, found)
   print("\n".join(f"# {line}" for line in text.splitlines()), flush=True)

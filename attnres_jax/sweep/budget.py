@@ -7,12 +7,15 @@ reaches the compiler's rates, and compiling, evaluating and saving come on top,
 so a sweep costs more.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 import dataclasses
 import re
+import types
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import chips
+from attnres_jax.common import gpus
 from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import text_table
 from attnres_jax.common import topology
@@ -142,9 +145,14 @@ def check(
 
 
 def check_planned(
-  runs: Sequence[grid.Run], found: Sequence[Price], slice_name: str
+  runs: Sequence[grid.Run], found: Sequence[Price], place: str
 ) -> None:
-  """Refuses to launch runs that wait for a plan on a slice without one.
+  """Refuses to launch runs that wait for a plan on devices without one.
+
+  Args:
+    runs: that the command selects.
+    found: of `prices`.
+    place: a slice, or "gpus=8": any topology with as many GPUs.
 
   Raises:
     ConfigError: names the slices that have plans of all runs.
@@ -154,17 +162,46 @@ def check_planned(
     for run in runs
     if not folder_lib.run_config(run).optim.accumulate_steps
   }
-  missing = [n for n in _on(slice_name, runs, found).missing if n in waiting]
+  _, of_gpus, count = place.partition("gpus=")
+  if of_gpus:
+    here = [one for one in found if _num_gpus(one.slice_name) == int(count)]
+  else:
+    here = [_on(place, runs, found)]
+  each = [[n for n in one.missing if n in waiting] for one in here]
+  missing = min(each, key=len, default=sorted(waiting))
   if missing:
     planned = ", ".join(one.slice_name for one in found if not one.missing)
     config_lib.fail_argument(
       "--set",
-      slice_name,
+      place,
       f"a slice with plans of these runs: {planned or 'none has'};"
       f" {len(missing)} of {len(runs)} have none there, such as {missing[0]}."
       " Add them (python -m attnres_jax.plan.search --sweep --save), or leave"
       " out `planned`",
     )
+
+
+def place_of(settings: types.SimpleNamespace) -> str | None:
+  """Where a launcher's runs will train, for `check_planned`; None if unknown.
+
+  Args:
+    settings: all of a launcher, read.
+  """
+  given = collections.defaultdict(lambda: None, vars(settings))
+  place = given["slice"] or given["accelerator"]
+  if given["gpus"] and place in (None, "gpu"):
+    return f"gpus={given['gpus'] * (given['nodes'] or given['workers'])}"
+  if place is None or place == "cpu":
+    return None
+  # A plan is for one slice.
+  several = given["slices"] or 1
+  return f"{several} x {place}" if several > 1 else place
+
+
+def _num_gpus(slice_name: str) -> int:
+  """GPUs of a topology; 0 for slices of TPUs."""
+  parsed = gpus.parse(slice_name)
+  return parsed[1] * parsed[2] if parsed else 0
 
 
 def _on(

@@ -44,7 +44,7 @@ def test_every_shape_has_as_many_chips_as_its_name_says():
     ("v5e-7", "^topology: got 'v5e-7', expected one of v5e-1, v5e-4, v5e-8"),
     (
       "v9-8",
-      "^topology: got 'v9', expected one of v2, v3, v4, v5e",
+      "^topology: got 'v9', expected one of b200, h100, h200, v2, v3, v4",
     ),
   ],
 )

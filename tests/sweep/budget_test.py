@@ -29,7 +29,10 @@ SECONDS = {"64m": 0.5, "124m": 1.0, "231m": 4.0, "381m": 16.0}
 
 def plans_file(path, sizes=tuple(SECONDS), slices=("v5e-8",)):
   rows = {}
-  kinds = {"v5e-8": "TPU v5 lite", "v5e:2x4": "TPU v5 lite", "v3-8": "TPU v3"}
+  kinds = {
+    "v5e-8": "TPU v5 lite", "v5e:2x4": "TPU v5 lite", "v3-8": "TPU v3",
+    "h100-8": "NVIDIA H100 80GB HBM3",
+  }  # fmt: skip
   for run in RUNS:
     size = run.overrides["size"]
     for name in slices if size in sizes else ():
@@ -129,11 +132,40 @@ def test_a_launch_needs_plans_for_its_slice(tmp_path, capsys):
   line.append("--set=slices=2")
   assert cli.main(scaling_law.EXPERIMENT, line) == 2
   line, second = capsys.readouterr().err.splitlines()
-  assert "got 'v5e-8', expected" in second and "none has; 9 of 9" in second
+  assert "got '2 x v5e-8', expected" in second and "9 of 9 have none" in second
   assert re.match(
     "error: --set: got 'v3-8', expected a slice with plans of these runs:"
     " v5e-8; 9 of 9 have none there, such as 64m-prenorm", line
   )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "settings,status",
+  [
+    (("--launcher=slurm", "--set=gpus=8"), 0),
+    (("--launcher=slurm", "--set=gpus=4", "--set=nodes=2"), 0),
+    (("--launcher=slurm", "--set=gpus=4"), 2),
+    (("--launcher=slurm",), 2),
+    (("--launcher=ray", "--set=accelerator=gpu", "--set=gpus=8"), 0),
+    (("--launcher=ray", "--set=accelerator=gpu", "--set=workers=2"), 2),
+    (("--launcher=skypilot", "--set=slice=h100-8"), 2),
+  ],
+)
+def test_a_launch_needs_plans_for_its_gpus(settings, status, tmp_path, capsys):
+  """Otherwise the script would start runs that refuse; prices are printed."""
+  path = plans_file(tmp_path / "p.csv", ("64m",), ("h100-8",))
+  fields = [f"--config.{name}={value}" for name, value in TEXT.items()]
+  line = [f"--config={SPEC}", *fields, "--workdir=gs://B/x", "--only=^64m"]
+  line += ["--dry_run", f"--plans={path}", *settings]
+  assert cli.main(scaling_law.EXPERIMENT, line) == status
+  out, err = capsys.readouterr()
+  if status == 0:
+    assert f"{hours('64m'):,.1f}" in out and "h100-8" in out
+  elif "skypilot" in settings[0]:
+    assert "expected a TPU slice" in err
+  else:
+    assert err.count("\n") == 1 and "expected a slice with plans" in err
+    assert "h100-8; 9 of 9 have none" in err
 
 
 def test_the_command_refuses_what_costs_more(tmp_path, capsys):
