@@ -113,6 +113,11 @@ def rows_of(tokens_BT, past, attention_mask, position_ids):
 class Cache:
   """What layers keep of `length` tokens: a tuple of arrays [B, ...] each."""
 
+  # What `generate` asks of a cache that it is given: tokens are taken from it
+  # by `prepare_inputs_for_generation`, and it cannot be shortened.
+  is_compileable = is_croppable = False
+  is_linear = (False,)
+
   def __init__(self, length, layers):
     self.length, self.layers = length, layers
 
@@ -124,6 +129,32 @@ class Cache:
     self.layers = [
       tuple(a.index_select(0, rows) for a in layer) for layer in self.layers
     ]
+
+
+def cache_of(given, rows, layers):
+  """A cache to continue, of this many rows and layers; an empty one for None.
+
+  Raises:
+    ValueError: no model of this class has returned it, or not for these rows.
+  """
+  if given is None or not _length(given):
+    return Cache(0, [None] * layers)
+  found = f"a {type(given).__name__}"
+  if isinstance(given, Cache):
+    sizes = {a.shape[0] for layer in given.layers for a in layer}
+    if (len(given.layers), sizes) == (layers, {rows}):
+      return given
+    found = f"a cache of {len(given.layers)} layers and {[*sizes]} rows"
+  raise ValueError(
+    f"{_CACHE}: got {found}, expected what this model returned with"
+    f" use_cache=True for {layers} layers and {rows} rows (beams are rows)"
+  )
+
+
+def _length(cache):
+  """How many tokens a cache of transformers has; 1 if it does not say."""
+  length = getattr(cache, "get_seq_length", lambda: 1)()
+  return length if isinstance(length, int) else 1
 
 
 def attend(q_BNTH, k_BNSH, v_BNSV, text_BS):
@@ -531,7 +562,8 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
     what follows from it. Labels of -100 are not learned. `num_items_in_batch`
     is the divisor of a sum over several batches, as Trainer states it.
     """
-    cache = cache or past_key_values or Cache(0, [None] * self.num_layers)
+    given = past_key_values if cache is None else cache
+    cache = cache_of(given, input_ids.shape[0], self.num_layers)
     rows = rows_of(input_ids, cache.length, attention_mask, position_ids)
     h_BTD, layers = self.model(input_ids, cache.layers, rows)
     logits = self.lm_head(h_BTD[:, -logits_to_keep:]).float()
@@ -551,14 +583,25 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
 
   # `Cache` holds whatever each mixer keeps.
   def _prepare_cache_for_generation(self, *args, **kwargs):
-    pass
+    for given in (*args, *kwargs.values()):
+      cache = given.get(_CACHE) if isinstance(given, dict) else None
+      if cache is not None and not hasattr(cache, "get_seq_length"):
+        cache_of(cache, "the prompt's", self.num_layers)  # Refuses it.
 
   def prepare_inputs_for_generation(
     self, input_ids, attention_mask=None, position_ids=None, use_cache=True,
     **kwargs,
   ):  # fmt: skip
-    cache = kwargs.get(_CACHE)
-    tokens = input_ids[:, cache.length if cache else 0 :]
+    cache = cache_of(kwargs.get(_CACHE), input_ids.shape[0], self.num_layers)
+    # All of a text, or only its end, beside the mask of all of it.
+    whole = input_ids if attention_mask is None else attention_mask
+    new = whole.shape[1] - cache.length
+    if not 0 < new <= input_ids.shape[1]:
+      raise ValueError(
+        f"{_CACHE}: got a cache of {cache.length} tokens, expected input_ids"
+        f" with these and more (they have {input_ids.shape[1]})"
+      )
+    tokens = input_ids[:, -new:]
     if attention_mask is not None and not bool(attention_mask[:, -1].all()):
       raise ValueError("to continue rows of several lengths, pad on the left")
     if position_ids is not None:

@@ -144,6 +144,50 @@ def test_logits_gradients_and_text(case, tmp_path, monkeypatch):
   )
 
   _check_padding(twin, ids)
+  _check_caches(twin, ids)
+
+
+def _check_caches(twin, ids):
+  """A cache that `generate` is given: the same text, or one line of error."""
+  import torch
+  import transformers
+
+  options = dict(max_new_tokens=4, do_sample=False, pad_token_id=None)
+  text = twin.generate(ids, **options)
+
+  def cache(tokens):
+    with torch.no_grad():
+      found = twin(tokens, use_cache=True)
+    return found.cache if "cache" in found else found.past_key_values
+
+  def check(given, **more):
+    found = twin.generate(ids, past_key_values=given, **options, **more)
+    torch.testing.assert_close(found, text)
+
+  for length in 1, LENGTH - 1:
+    begun = cache(ids[:, :length])
+    check(begun)
+    check(begun, attention_mask=torch.ones_like(ids))  # And it is unchanged.
+  check(transformers.DynamicCache())
+  both = twin.generate(ids, return_dict_in_generate=True, **options)
+  more = torch.cat([both.sequences, ids[:, :2]], dim=1)
+  torch.testing.assert_close(
+    twin.generate(more, past_key_values=both[next(iter(both.keys() - {
+      "sequences"}))], **options),
+    twin.generate(more, **options),
+  )  # fmt: skip
+  other = transformers.DynamicCache()
+  other.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), 0)
+  for wrong, words in (
+    (other, "got a DynamicCache, expected what this model"),
+    (((torch.ones(2, 1, 3, 4),) * 2,), "got a tuple, expected what this model"),
+    ("text", "got a str, expected what this model"),
+    (cache(ids[:1, :3]), r"layers and \[1\] rows, expected .* and 2 rows"),
+    (cache(ids), f"of {LENGTH} tokens, expected input_ids with these and more"),
+  ):
+    with pytest.raises(ValueError, match=words) as error:
+      twin.generate(ids, past_key_values=wrong, **options)
+    assert "\n" not in str(error.value)
 
 
 def _check_padding(twin, ids):
