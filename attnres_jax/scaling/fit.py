@@ -19,11 +19,9 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 
-# Nats per token: several times what any scheme gains or loses if it trains.
-FAILED = 0.3
-# A failed run is also this many times as far from the law as the median run,
-# which needs some runs.
-_FAR, _ENOUGH = 10, 5
+# A run has diverged if its loss is so many times what the law of its scheme
+# says, which needs some runs. A run that trains badly is below: it is a result.
+FAILED, _ENOUGH = 1.5, 5
 # Computes that a law needs.
 _DISTINCT = 2
 
@@ -246,16 +244,15 @@ def failed(runs: Runs) -> list[int]:
   """Which runs have diverged: those far above the law of the other runs.
 
   The law is the median of the lines through two runs, which a few runs do not
-  move. Its distance to runs counts as well: losses are no exact power law.
+  move.
   """
   x, y = np.log(runs.compute), np.log(runs.loss)
   if len(x) < _ENOUGH:
     return []
   i, j = np.nonzero(np.subtract.outer(x, x) > 0)
   slope = float(np.median((y[i] - y[j]) / (x[i] - x[j]))) if len(i) else 0.0
-  height = float(np.median(y - slope * x))
-  above = runs.loss - np.exp(height + slope * x)
-  limit = max(FAILED, _FAR * float(np.median(np.abs(above))))
+  above = y - slope * x
+  limit = np.median(above) + np.log(FAILED)
   return np.flatnonzero(above > limit).tolist()
 
 

@@ -4,10 +4,13 @@
 import numpy as np
 import pytest
 
+from attnres_jax.common import csv_rows
 from attnres_jax.scaling import compute_advantage
 from attnres_jax.scaling import effective_speedup
 from attnres_jax.scaling import fit
 from attnres_jax.scaling import fit_power_law
+from attnres_jax.sweep import rows as rows_lib
+from tests import tiny_run
 
 COMPUTE = np.geomspace(1e-6, 1e-3, 6)
 ONE = fit.PowerLaw(1.0, 1.0)
@@ -147,6 +150,36 @@ def test_no_healthy_table_has_a_diverged_run():
     runs = planted(fit.PowerLaw(1.5, 0.06), rng, common=off)
     runs = fit.Runs(runs.compute, runs.loss + floor, runs.size, runs.seed)
     assert not fit.failed(runs)
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (5, 1), (2, 3)], ids=str)
+def test_noise_of_a_tenth_of_a_nat_is_no_divergence(shape):
+  """Sizes of which one is three times as noisy as another, losses of 1 to 2."""
+  rng = np.random.default_rng(3)
+  sizes, seeds = shape
+  compute = np.repeat(np.geomspace(1, 100, sizes), seeds)
+  labels = np.repeat(range(sizes), seeds), np.tile(range(seeds), sizes)
+  named = 0
+  for _ in range(500):
+    noise = np.repeat(rng.choice([0.03, 0.1], sizes), seeds)
+    loss = 2.2 * compute**-0.1 + noise * rng.standard_normal(len(compute))
+    named += len(fit.failed(fit.Runs(compute, loss, *map(tuple, labels))))
+  assert not named
+
+
+def test_no_run_of_the_scaling_sweep_has_diverged():
+  """One ends 0.4 nats above its law: it has trained, and it counts."""
+  rows = csv_rows.read(tiny_run.ROOT / "experiments/scaling_law/results.csv")
+  schemes = rows_lib.by_scheme(rows, "6nd")
+  assert len(schemes) == 4
+  assert not any(map(fit.failed, schemes.values()))
+  own = schemes["block_attnres"]
+  worst = int(np.argmax(own.loss))
+  assert own.size[worst] == ("size=s",) and own.seed[worst] == "1"
+  loss = own.loss.copy()
+  loss[worst] = 5.5  # That of a network that has learned nothing.
+  runs = fit.Runs(own.compute, loss, own.size, own.seed)
+  assert fit.failed(runs) == [worst]
 
 
 def test_schemes_share_their_draws():
