@@ -175,7 +175,7 @@ def test_no_run_of_the_scaling_sweep_has_diverged():
   assert not any(map(fit.failed, schemes.values()))
   own = schemes["block_attnres"]
   worst = int(np.argmax(own.loss))
-  assert own.size[worst] == ("size=s",) and own.seed[worst] == "1"
+  assert own.size[worst] == ("size=s",) and own.seed[worst] == 1
   loss = own.loss.copy()
   loss[worst] = 5.5  # That of a network that has learned nothing.
   runs = fit.Runs(own.compute, loss, own.size, own.seed)
