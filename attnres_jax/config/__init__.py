@@ -30,6 +30,7 @@ from attnres_jax.config.load import follow as follow
 from attnres_jax.config.load import load_config as load_config
 from attnres_jax.config.load import parse_arg as parse_arg
 from attnres_jax.config.load import parse_field as parse_field
+from attnres_jax.config.load import parse_values as parse_values
 from attnres_jax.config.load import to_dict as to_dict
 from attnres_jax.config.load import to_json as to_json
 from attnres_jax.config.model import ActivationConfig as ActivationConfig

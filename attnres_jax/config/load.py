@@ -3,6 +3,7 @@
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
 import dataclasses
 import difflib
 import importlib.machinery
@@ -56,11 +57,28 @@ class Source:
 
   def values(self) -> dict[str, Any]:
     """The fields with values of their types."""
-    return {name: parse_field(name, text) for name, text in self.fields.items()}
+    with self._several():
+      return {name: parse_field(name, t) for name, t in self.fields.items()}
 
   def load(self) -> RunConfig:
     """`load_config` of it."""
-    return load_config(self.spec, self.values())
+    values = self.values()
+    with self._several():
+      return load_config(self.spec, values)
+
+  @contextlib.contextmanager
+  def _several(self) -> Iterator[None]:
+    """Says of a field with values between commas which command takes these."""
+    try:
+      yield
+    except ConfigError as error:
+      for name, text in self.fields.items():
+        if "," in text and str(error).startswith(f"config.{name}: got "):
+          error.add_note(
+            "to train with each of them, python -m attnres_jax.sweep --sweep"
+            f" {name}={text}"
+          )
+      raise
 
   def __str__(self) -> str:
     flags = (f"--config.{name}={text}" for name, text in self.fields.items())
@@ -208,6 +226,22 @@ def parse_field(name: str, text: str) -> Any:
     fail(name, text, f"a value of type {fields_lib.words(kind)}")
 
 
+def parse_values(name: str, text: str) -> list[Any]:
+  """Parses values between commas, each like that of a field or argument.
+
+  Args:
+    name: of a field, or of an argument of a config file, whose values remain
+      text.
+    text: commas within brackets do not count.
+
+  Raises:
+    ConfigError: as `parse_field`.
+  """
+  parts = [part.strip() for part in _COMMA.split(text)]
+  is_field = "." in name or name in RunConfig.__dataclass_fields__
+  return [parse_field(name, part) if is_field else part for part in parts]
+
+
 def load_file(path: str) -> Any:
   """Loads a config file as a module.
 
@@ -281,6 +315,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
       raise ConfigError(
         f"config argument {key!r}: unknown, expected one of "
         + ", ".join(sorted(defaults))
+        + hint(key)
       )
     try:
       values[key] = _parse(text if given else "true", type(defaults[key]))

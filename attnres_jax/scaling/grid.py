@@ -38,6 +38,8 @@ Resolve = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 HASH_DIGITS = 8
 # Names have to fit into workdirs, labels and log lines.
 MAX_SLUG = 80
+# Overrides that tell schemes and seeds of one setting apart.
+WITHIN_SETTING = ("residual", "model.residual.name", "seed", "data.seed")
 UNHASHED = (
   "name",
   "data.max_epochs",
@@ -95,13 +97,18 @@ class Sweep:
     return run
 
 
-def load(spec: str, fields: Mapping[str, str] | None = None) -> list[Run]:
+def load(
+  spec: str,
+  fields: Mapping[str, str] | None = None,
+  sweep: Callable[..., None] | None = None,
+) -> list[Run]:
   """The runs of `path/to/file.py:key=value,...`.
 
   Args:
-    spec: the file, with its argument.
+    spec: the file, with its argument, or the config.json of a run.
     fields: dotted field names to values as text, for all runs; overrides of a
       run take precedence.
+    sweep: adds the runs, as `of_axes` does; by default the file's own does.
 
   Raises:
     ConfigError: no such file, it defines no sweep, or a field or an argument
@@ -109,12 +116,14 @@ def load(spec: str, fields: Mapping[str, str] | None = None) -> list[Run]:
   """
   source = config_lib.Source(spec, fields or {})
   path, arg = load_lib.split_spec(spec)
-  module = load_lib.load_file(path)
-  if not hasattr(module, "sweep"):
+  given = sweep is not None
+  if sweep is None:
+    sweep = getattr(load_lib.load_file(path), "sweep", None)
+  if sweep is None:
     raise config_lib.ConfigError(
-      f"config file {path!r}: defines no sweep(add) or sweep(add, arg)"
+      f"config file {path!r}: defines no sweep(add) or sweep(add, arg);"
+      " expected one, or --sweep and --seeds of python -m attnres_jax.sweep"
     )
-  sweep = module.sweep
   if not callable(sweep):
     raise config_lib.ConfigError(f"config file {path!r}: sweep is no function")
   with load_lib.running(path):
@@ -123,6 +132,9 @@ def load(spec: str, fields: Mapping[str, str] | None = None) -> list[Run]:
     runs = collect(sweep, config_resolver(spec, source.values()))
   if not runs:
     raise config_lib.ConfigError(f"config file {path!r}: its sweep adds no run")
+  varied = {name for run in runs for name in run.overrides if "." in name}
+  for name in sorted(varied) if given else ():
+    _check_acts(name, runs)
   for name, value in source.fields.items():
     if all(name in run.overrides for run in runs):
       config_lib.fail_argument(
@@ -136,6 +148,26 @@ def load(spec: str, fields: Mapping[str, str] | None = None) -> list[Run]:
       wanted = f"no {name}, which the sweep sets; --only selects runs"
       config_lib.fail_argument("--config", spec, wanted)
   return runs
+
+
+def of_axes(
+  axes: Mapping[str, Iterable[Any]], seeds: Iterable[int] = ()
+) -> Callable[..., None]:
+  """A sweep over every combination of values, seed by seed.
+
+  Args:
+    axes: values by name: fields with dots, or arguments of the config file.
+    seeds: of weights and data, so that runs of a seed are pairs; none for the
+      config's own.
+  """
+  pairs = [{"seed": seed, "data.seed": seed} for seed in seeds] or [{}]
+
+  def sweep(add: Callable[..., Run]) -> None:
+    for pair in pairs:
+      for overrides in product(**axes):
+        add(**overrides, **pair)
+
+  return sweep
 
 
 def _check_acts(name: str, runs: Sequence[Run]) -> None:

@@ -43,8 +43,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   )
   launcher = launchers.load(options.launcher, told)
   folder = epath.Path(options.workdir)
-  source = options.config
-  runs = grid.load(source.spec, source.fields)
+  runs = cli.load_runs(options)
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
   found = budget.prices(selected, plans.rows(options.plans))
@@ -70,7 +69,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
     page = folder / cli.REPORT
     if page.exists() and not (folder / folder_lib.SWEEP).exists():
       files.fail_foreign("--workdir", folder, cli.REPORT)
-    runs = folder_lib.prepare(folder, runs, str(source))
+    runs = folder_lib.prepare(folder, runs, cli.source(options))
     plans.copy(options.plans, folder)
   selected = grid.select(runs, options.only)
   if options.dry_run:
@@ -198,8 +197,8 @@ def _known(
     raise config_lib.ConfigError(
       f"--workdir: got {options.workdir!r}, expected the folder of a sweep"
     )
-  if options.given & {"config", "config_fields"}:
-    folder_lib.check_source(options.workdir, options.config)
+  if options.given & {"config", "config_fields", "sweep", "seeds"}:
+    folder_lib.check_source(options.workdir, cli.source(options))
   return grid.select(progress, options.only)
 
 

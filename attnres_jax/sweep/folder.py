@@ -147,7 +147,9 @@ def source(folder: epath.PathLike) -> str:
   return str(damage.read_object(epath.Path(folder) / SWEEP).get("source"))
 
 
-def check_source(folder: epath.PathLike, given: config_lib.Source) -> None:
+def check_source(
+  folder: epath.PathLike, given: config_lib.Source | str
+) -> None:
   """Refuses a --config that did not make the sweep of a folder.
 
   Raises:

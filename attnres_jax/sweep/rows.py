@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 # Columns of the attempt that finished a run.
 _ORIGIN = ("hardware", "commit", "python", "jax")
 # Columns before the results that differ between runs of one size.
-_WITHIN_SIZE = ("run", "residual", "seed", "data.seed")
+_WITHIN_SIZE = ("run", *grid.WITHIN_SETTING)
 
 
 def of_run(

@@ -44,7 +44,7 @@ SETTINGS: Mapping[str, settings_lib.Setting] = {
 INTERRUPTED = 130
 BASELINE = "prenorm"
 # Overrides that tell arms and seeds of a setting apart.
-_WITHIN_SETTING = ("variant", "residual", "seed", "data.seed")
+_WITHIN_SETTING = ("variant", *grid.WITHIN_SETTING)
 _LINE_SECONDS, _TICK_SECONDS = 3.0, 0.2
 # Differences are means over the last steps, so many of the whole run.
 _WINDOW = 0.1

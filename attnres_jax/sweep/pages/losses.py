@@ -8,13 +8,14 @@ from typing import Any
 
 from attnres_jax.analysis import figures
 from attnres_jax.scaling import fit as fit_lib
+from attnres_jax.scaling import grid
 from attnres_jax.scaling import pairs
 from attnres_jax.sweep.pages import page
 
 BASELINE = "prenorm"
 # Columns that compare runs of one setting, and the first column after the
 # overrides.
-_WITHIN = ("run", "residual", "seed", "data.seed")
+_WITHIN = ("run", *grid.WITHIN_SETTING)
 _FIRST_RESULT = "active_params"
 # Values in a file of rows; booleans need their name too.
 _NUMBER = re.compile(r"[-+.\d]+(e[-+]?\d+)?|True|False")

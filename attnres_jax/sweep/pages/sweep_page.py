@@ -28,7 +28,10 @@ Render = Callable[[epath.Path, Sequence[monitor.Progress]], str]
 
 
 def answer(rows: Sequence[Row]) -> page.Html:
-  """The losses of any sweep, for experiments without their own figure."""
+  """The losses of any sweep, for experiments without their own figure.
+
+  If a setting has several learning rates, the tables also mark the best ones.
+  """
   table = losses.table(rows).html() if rows else "No run is done yet."
   return page.fill(
     "<h2>Losses</h2>\n{{ table }}\n<p class=note>Validation loss in nats per"
@@ -36,7 +39,7 @@ def answer(rows: Sequence[Row]) -> page.Html:
     " difference from PreNorm with its 90 % interval, then every seed. N counts"
     " parameters outside embedding and head.</p>",
     table=table,
-  )
+  ) + _rates(rows)
 
 
 def render(
@@ -119,6 +122,21 @@ def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
     **{name.capitalize(): values_of(rows, name) for name in columns},
     "Date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
   }
+
+
+def _rates(rows: Sequence[Row]) -> page.Html:
+  """Losses by learning rate, and of each scheme at its best one."""
+  settings = losses.by_setting(rows, ("peak_lr", "optim.peak_lr")).values()
+  if all(len({row["peak_lr"] for row in own}) == 1 for own in settings):
+    return page.Html("")
+  return page.fill(
+    "<h2>Learning rates</h2>\n{{ every }}\n{{ best }}\n<p class=note>Losses are"
+    " means over seeds, with the best rate of each scheme in bold; the second"
+    " table compares schemes at these. A best rate at an end of what was tried"
+    " says that others beyond it may be better.</p>",
+    every=losses.best_marked(rows, "peak_lr").html(),
+    best=losses.at_their_best(rows, "peak_lr").html(),
+  )
 
 
 def _share(seconds: float, total: float) -> page.Cell:

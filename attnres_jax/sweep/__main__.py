@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Trains any config with several values of its fields, and compares them.
+
+  python -m attnres_jax.sweep --config=configs/lm.py:size=micro --seeds=3 \
+    --sweep optim.peak_lr=1e-3,3e-3 --workdir=runs/rates \
+    --sweep model.residual.name=prenorm,block_attnres
+
+trains twelve runs, with report.html beside them. Without --sweep and --seeds,
+it trains the sweep of a config file that defines one. Rerun the same command to
+resume it, or with more seeds or values to add runs. A seed sets initial weights
+and the order of the data, so that runs of one seed are pairs.
+"""
+
+from collections.abc import Sequence
+import sys
+from typing import Any
+
+from etils import epath
+
+from attnres_jax.sweep import cli
+
+
+def render(folder: epath.Path, progress: Sequence[Any]) -> str:
+  """The page; figures are imported once there is something to draw."""
+  from attnres_jax.sweep.pages import sweep_page
+
+  return sweep_page.render(folder, progress)
+
+
+EXPERIMENT = cli.Experiment(
+  program="python -m attnres_jax.sweep",
+  description=__doc__ or "",
+  config=None,
+  workdir=None,
+  render=render,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit status."""
+  return cli.main(EXPERIMENT, argv)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
