@@ -41,9 +41,12 @@ def registered(monkeypatch):
   # Undone after each test, as are the lines of the page.
   monkeypatch.setitem(residuals.RESIDUALS, "damped", None)
   monkeypatch.setitem(sublayer.CORES, "shift", None)
+  monkeypatch.setitem(optimizer.OPTIMIZERS, "lion", None)
   page = "extend.md"
   extend_test.run(page, "Add a scheme", RESIDUALS=residuals.RESIDUALS)
   extend_test.run(page, "Add a mixer", CORES=sublayer.CORES)
+  optimizers = optimizer.OPTIMIZERS
+  extend_test.run(page, "Add an optimiser", OPTIMIZERS=optimizers)
 
 
 def _config(**fields):
@@ -107,6 +110,20 @@ def test_letters_say_how_to_train_and_cut_it():
   assert cut.output.get_value().spec == jax.P(
     None, sharding.TENSOR, None, (sharding.FSDP, sharding.STAGE)
   )
+
+
+def test_its_optimiser_moves_matrices_by_the_rate():
+  """The first step of Lion, whose updates are signs."""
+  fields = {"optim.name": "lion", "optim.weight_decay": 0.0}
+  program, model, metrics = _step(_config(**fields))
+  first = jax.device_get(program.init_state().model)
+  rate = metrics["learning_rate"]
+  assert rate > 0
+  change = model.sublayers["shift"].core.now - first.sublayers["shift"].core.now
+  np.testing.assert_allclose(abs(change), rate, rtol=1e-3)
+  # AdamW's first step is as long, but for what the gradient does not reach.
+  change = model.embedding.table - first.embedding.table
+  assert (np.abs(change) < 0.5 * rate).any()
 
 
 @pytest.mark.more

@@ -10,7 +10,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
-from attnres_jax.scaling import grid
+from attnres_jax.sweep import cli
 from tests.docs import pages
 
 ROOT = pages.ROOT
@@ -50,14 +50,15 @@ def test_commands_parse(page, monkeypatch):
       re.sub("=[A-Z:]+$", "=1", argument).replace("/mine/", "/TEMPLATE/")
       for argument in arguments
     ]
-    source = getattr(_parse(module, arguments), "config", None)
+    options = _parse(module, arguments)
+    source = getattr(options, "config", None)
     if source is None:
       continue
     if not source.spec.startswith("runs/"):
       file = source.spec.partition(":")[0]
       assert (ROOT / file).is_file(), (page, file)
-      if module.startswith("experiments."):
-        assert list(grid.load(source.spec, source.fields)), source.spec
+      if hasattr(options, "seeds"):
+        assert cli.load_runs(options), source.spec
       else:
         assert source.load()
     for name, value in source.fields.items():

@@ -78,7 +78,10 @@ def test_arguments_of_the_file_tuples_and_its_own_sweep(runs):
     (["--sweep=peak_lr=1"], "(did you mean config.optim.peak_lr?)"),
     (["--sweep=optim.peak_lr=1e-3,0.001"], "expected another config"),
     (["--sweep=optim.muon_momentum=0.9,0.8"], "config.optim.muon_momentum: "),
-    (["--sweep=model.residual.name=prenorm,block"], "got 'block', expected one of"),
+    (
+      ["--sweep=model.residual.name=prenorm,block"],
+      "got 'block', expected one",
+    ),
     ([RATES, "--config.optim.peak_lr=1"], "a field that the sweep does not"),
   ],
 )
