@@ -27,6 +27,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import embedding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
+from attnres_kernels import dispatch
 
 # Bytes of float32 logits that one device holds at once, and the minimum number
 # of tokens per tile, if there are as many. With V = 163840 and D = 2304 on v5p,
@@ -166,9 +167,8 @@ def _tiled(options, h_BTD, head_DV, target_BT, weight_BT) -> LossSums:
 
   def add_tile(sums, xs):
     h_tile, target_tile, weight_tile = xs
-    logits = linear.linear(h_tile, head_DV, 1, wide)
-    logits = embedding.soft_capped(logits, soft_cap)
-    tile_sums, _ = _tile_sums(logits, target_tile, weight_tile, z_loss)
+    tile = _raise(h_tile, head_DV, target_tile, soft_cap)
+    tile_sums = tile.sums(weight_tile, z_loss)
     return jax.tree.map(jnp.add, sums, tile_sums), None
 
   sums, _ = jax.lax.scan(
@@ -185,21 +185,26 @@ def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
   def add_tile(carry, xs):
     sums, d_head_DV = carry
     h_tile, target_tile, weight_tile = xs
-
-    logits = linear.linear(h_tile, head_DV, 1, wide)
-    logits = embedding.soft_capped(logits, soft_cap)
-    tile_sums, log_normaliser = _tile_sums(
-      logits, target_tile, weight_tile, z_loss
+    tile = _raise(h_tile, head_DV, target_tile, soft_cap)
+    tile_sums = tile.sums(weight_tile, z_loss)
+    log_normaliser = tile.log_normaliser
+    scale = weight_tile * (1 + 2 * z_loss * log_normaliser)
+    raised = precision.widen(tile.raised)
+    d_logits = raised * (scale / tile.total)[..., None]
+    # Of a sure prediction, a rounded share is off by more than what it lacks.
+    of_target = d_logits
+    if tile.raised.dtype != wide:
+      share = jnp.exp(tile.target - log_normaliser)
+      of_target = (scale * share)[..., None]
+    d_logits = jnp.where(
+      _is_target(raised, target_tile),
+      of_target - weight_tile[..., None],
+      d_logits,
     )
-    # Written out, since autodiff would scatter what belongs to the targets.
-    share = jnp.exp(logits - log_normaliser[..., None])
-    share *= 1 + 2 * z_loss * log_normaliser[..., None]
-    is_target = (
-      target_tile[..., None] == jnp.arange(head_DV.shape[1])[None, None]
-    )
-    d_logits = weight_tile[..., None] * (share - is_target.astype(wide))
     if soft_cap:
-      d_logits *= 1 - jnp.square(logits / soft_cap)
+      tiny = jnp.finfo(raised.dtype).tiny
+      logits = tile.shift[..., None] + jnp.log(jnp.maximum(raised, tiny))
+      d_logits *= jnp.maximum(0, 1 - jnp.square(logits / soft_cap))
     d_h, d_head = linear.gradients(h_tile, head_DV, d_logits)
     sums = jax.tree.map(jnp.add, sums, tile_sums)
     return (sums, d_head_DV + d_head), d_h
@@ -235,17 +240,98 @@ def _gather(h_BTD, head_DV) -> tuple[jax.Array, int | None]:
   return sharding.gather_parts(head_DV, dim, h_BTD.dtype), dim
 
 
-def _tile_sums(
-  logits_BTV, target_BT, weight_BT, z_loss
-) -> tuple[LossSums, jax.Array]:
-  """The sums, and the log-normaliser of each token."""
-  log_normaliser_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-  target_logit_BT = jnp.take_along_axis(
-    logits_BTV, target_BT[..., None], axis=-1
-  )[..., 0]
-  nll = jnp.sum(weight_BT * (log_normaliser_BT - target_logit_BT))
-  z = jnp.sum(weight_BT * jnp.square(log_normaliser_BT))
-  return LossSums(nll + z_loss * z, nll, z), log_normaliser_BT
+class _Tile(NamedTuple):
+  """A tile of logits, of which only powers of e are an array.
+
+  Attributes:
+    raised: [B, T, V], exp(logits - shift) in the dtype of the states.
+    total: [B, T], the sum of a row; this and what follows are float32.
+    target: [B, T], the logits of the targets.
+    shift: [B, T], zero or the largest logit of a row.
+  """
+
+  raised: jax.Array
+  total: jax.Array
+  target: jax.Array
+  shift: jax.Array
+
+  @property
+  def log_normaliser(self) -> jax.Array:
+    return self.shift + jnp.log(self.total)
+
+  def sums(self, weight_BT: jax.Array, z_loss: float) -> LossSums:
+    log_normaliser_BT = self.log_normaliser
+    nll = jnp.sum(weight_BT * (log_normaliser_BT - self.target))
+    z = jnp.sum(weight_BT * jnp.square(log_normaliser_BT))
+    return LossSums(nll + z_loss * z, nll, z)
+
+
+def _raise(h_BTD, head_DV, target_BT, soft_cap) -> _Tile:
+  """The tile, without a shift if all sums of rows can be represented.
+
+  So the fusion with the product can raise and add up, and nothing reads the
+  logits. If a sum is too large or small, all is computed again, with shifts.
+
+  Where nothing else is fused with the product if its logits have a second user,
+  the logits of the targets are sums of their own; a TPU would copy the head.
+  """
+  return dispatch.by_platform(
+    (h_BTD, head_DV, target_BT),
+    functools.partial(_raise_on, _target_of_column, soft_cap),
+    tpu=functools.partial(_raise_on, _target_of_row, soft_cap),
+  )
+
+
+def _raise_on(target_logit, soft_cap, h_BTD, head_DV, target_BT) -> _Tile:
+  wide = precision.wide(h_BTD.dtype)
+
+  def logits_of(h):
+    return embedding.soft_capped(linear.linear(h, head_DV, 1, wide), soft_cap)
+
+  def raise_by(shift_BT):
+    logits = logits_of(h_BTD)
+    target = target_logit(logits, h_BTD, head_DV, target_BT, soft_cap)
+    raised = jnp.exp(logits - shift_BT[..., None]).astype(h_BTD.dtype)
+    if raised.dtype == wide:
+      return _Tile(raised, jnp.sum(raised, axis=-1), target, shift_BT)
+    # With the target's own share in float32, shares add up to one.
+    others = jnp.where(
+      _is_target(logits, target_BT), 0, precision.widen(raised)
+    )
+    total = jnp.sum(others, axis=-1) + jnp.exp(target - shift_BT)
+    return _Tile(raised, total, target, shift_BT)
+
+  tile = raise_by(jnp.zeros(target_BT.shape, wide))
+  # Half of the range, so that no share of a row is lost.
+  limit = jnp.sqrt(jnp.finfo(wide).max)
+  lost = ~jnp.all((tile.total < limit) & (tile.total > 1 / limit))
+  largest = lambda h_TD: jnp.max(logits_of(h_TD), axis=-1)
+  with scopes.mean_trips(0):
+    _, tile = jax.lax.while_loop(
+      lambda carry: carry[0],
+      # Row by row, so that no tile of float32 logits has to exist.
+      lambda _: (False, raise_by(jax.lax.map(largest, h_BTD))),
+      (lost, tile),
+    )
+  return tile
+
+
+def _target_of_row(logits_BTV, h_BTD, head_DV, target_BT, soft_cap):
+  return jnp.sum(
+    jnp.where(_is_target(logits_BTV, target_BT), logits_BTV, 0), axis=-1
+  )
+
+
+def _target_of_column(logits_BTV, h_BTD, head_DV, target_BT, soft_cap):
+  column_DBT = jnp.take(head_DV.astype(h_BTD.dtype), target_BT, axis=1)
+  product_BTD = precision.widen(h_BTD) * jnp.moveaxis(
+    precision.widen(column_DBT), 0, -1
+  )
+  return embedding.soft_capped(jnp.sum(product_BTD, axis=-1), soft_cap)
+
+
+def _is_target(of_BTV, target_BT) -> jax.Array:
+  return target_BT[..., None] == jnp.arange(of_BTV.shape[-1])[None, None]
 
 
 def cut(tile: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

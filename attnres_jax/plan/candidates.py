@@ -44,8 +44,9 @@ _UNCHECKPOINTED, _SCANNED = 1.7, 3.0
 # A sublayer of experts holds this many bytes per number of each token that a
 # device gathers: tokens, gradients, rows of each, sums in float32.
 _GATHERED_BYTES = 22
-# Logits of a tile take at most this share of the memory.
-_LOGITS = 0.1
+# Logits of a tile take at most this share of the memory: their powers of e, and
+# on some chips their gradients, both in the dtype of products.
+_LOGITS, _LOGIT_ARRAYS = 0.1, 2
 # Shares of the memory: of the first rule, and above which a plan is dropped. Of
 # the plans in configs/plans.csv, the compiler needs 0.7 to 1.7 times the count.
 _SAFE, _SURE = 0.75, 1.25
@@ -152,8 +153,7 @@ def _tiles(config: config_lib.RunConfig, chip: chips.Chip) -> dict[str, int]:
   small = loss.TILE_BYTES // (4 * vocab_size) > loss.TILE_TOKENS
   if config.loss.tile_tokens or small:
     return {}
-  # In float32, and in the dtype of products.
-  itemsize = 4 + jnp.dtype(config.model.dtype).itemsize
+  itemsize = _LOGIT_ARRAYS * jnp.dtype(config.model.dtype).itemsize
   fits = _LOGITS * chip.hbm_bytes / (itemsize * vocab_size)
   tile = 2 ** int(math.log2(fits))
   return {} if tile == loss.TILE_TOKENS else {"loss.tile_tokens": tile}
@@ -246,7 +246,7 @@ class _Device:
         pair = model.width + 2 * model.moe.expert_width
         numbers = experts * model.width + model.moe.top_k * pair
         kept += tokens * layers * itemsize * numbers
-    logits = min(tokens, tile) * model.vocab_size * (4 + itemsize)
+    logits = min(tokens, tile) * model.vocab_size * _LOGIT_ARRAYS * itemsize
     return self.state + self.gradient + self.gathered + kept + logits
 
   def sent_bytes(self, accumulate: int, remat: str) -> float:

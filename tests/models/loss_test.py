@@ -88,6 +88,48 @@ def test_large_logits_stay_finite():
   assert all(np.isfinite(a).all() for a in jax.tree.leaves((sums, gradients)))
 
 
+@pytest.mark.parametrize("low", [False, True], ids=["large", "small"])
+@pytest.mark.parametrize("tile_tokens", [12, 0])
+def test_sums_that_need_a_shift(tile_tokens, low):
+  """Of some rows, the largest power of e is above 1e38, or all below 1e-38."""
+  h, head, target, weight = _inputs()
+  h, head = 12 * h, 6 * head
+  if low:  # One coordinate lowers all logits of three tokens.
+    h[:, :1] = 0
+    h[:, :1, 0], head[0] = 100, -2 + head[0] / 100
+  options = (("tile_tokens", tile_tokens), ("z_loss", 0.01))
+  expected, expected_gradients = _definition(
+    h, head, target, weight, z_loss=0.01
+  )
+  logits = np.einsum("btd,dv->btv", h, head)
+  assert logits.max(-1).min() < -90 if low else logits.max() > 200
+  sums, plain, gradients = _sums_and_gradients(h, head, target, weight, options)
+  np.testing.assert_allclose(sums, expected, rtol=1e-6)
+  np.testing.assert_allclose(plain, expected, rtol=1e-6)
+  for a, b in zip(gradients, expected_gradients):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * abs(b).max())
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+def test_the_target_of_a_gpu(soft_cap):
+  """The logits of the targets as sums of their own, on any platform."""
+  h, head, target, _ = _inputs()
+  of = lambda form: loss._raise_on(form, soft_cap, h, head, target)
+  for a, b in zip(of(loss._target_of_column), of(loss._target_of_row)):
+    np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6)
+
+
+def test_a_sure_prediction_keeps_its_gradient():
+  """In bfloat16, where the share of the target rounds to one."""
+  h = jnp.full((1, 1, 1), 7.0, jnp.bfloat16)
+  head = jnp.asarray([[1.0, 0.0, 0.0]])
+  target, weight = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))
+  _, _, (d_h, d_head) = _sums_and_gradients(h, head, target, weight, ())
+  _, expected = _definition(h, head, target, weight)
+  np.testing.assert_allclose(d_head, expected[1], rtol=0.01)
+  np.testing.assert_allclose(d_h.astype(jnp.float32), expected[0], rtol=0.01)
+
+
 def test_bfloat16_states_give_float32_sums():
   h, head, target, weight = _inputs()
   half = jnp.asarray(h, jnp.bfloat16)
