@@ -27,6 +27,7 @@ class Chip:
     clock_hz: of the core.
     published_hbm_bytes_per_second: bandwidth as the maker states it.
     reached_flops_per_second: of large bfloat16 products, as measured.
+    torus_axes: of the network of links, of which a chip has two per axis.
   """
 
   peak_flops_per_second: float
@@ -36,6 +37,7 @@ class Chip:
   clock_hz: float = 0.0
   published_hbm_bytes_per_second: float = 0.0
   reached_flops_per_second: float = 0.0
+  torus_axes: int = 3
 
 
 def _gpu(peak_flops: float, memory_bytes: int, hbm: float, link: float) -> Chip:
@@ -57,11 +59,15 @@ CHIPS = {
   "TPU v3": Chip(61.5e12),
   "TPU v4": Chip(275e12, 30.75 * _GIB, 1230e9, 300e9, 1.05e9, 1228e9),
   "TPU v4 lite": Chip(138e12),
-  "TPU v5 lite": Chip(197e12, 15.75 * _GIB, 820e9, 200e9, 1.5e9, 819e9),
+  "TPU v5 lite": Chip(
+    197e12, 15.75 * _GIB, 820e9, 200e9, 1.5e9, 819e9, torus_axes=2
+  ),
   "TPU v5e": Chip(197e12),
   "TPU v5": Chip(459e12, 95 * _GIB, 2460e9, 600e9, 1.75e9, 2765e9),
   "TPU v5p": Chip(459e12),
-  "TPU v6 lite": Chip(918e12, 31.25 * _GIB, 1640e9, 448e9, 1.75e9, 1640e9),
+  "TPU v6 lite": Chip(
+    918e12, 31.25 * _GIB, 1640e9, 448e9, 1.75e9, 1640e9, torus_axes=2
+  ),
   "TPU v6e": Chip(918e12),
   "TPU7x": Chip(1153.5e12, 94.75 * _GIB, 3700e9, 300e9, 2.2e9, 3690e9),
   "TPU v7x": Chip(1153.5e12),

@@ -273,7 +273,9 @@ def _by_platform(
   fits = grouped_matmul.fits_kernel(rows_JD)
   if units is not None:
     options["units"] = units
-    fits = fits and kernels.num_slices(*operands[4].shape[1:], rows_JD.dtype)
+    _, hidden, width = operands[4].shape
+    slices = kernels.num_slices(hidden, width, rows_JD.dtype)
+    fits = fits and slices is not None
 
   def on_tpu(*operands):
     interpret = dispatch.interpret_params() or False

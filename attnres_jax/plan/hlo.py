@@ -81,11 +81,14 @@ class Program:
     computations: {computation: {instruction: its line}}, in scheduled order.
     fused: computations inside one instruction, whose values stay on the core.
     runs: how often each computation runs, and whether it is in a loop.
+    entry: the computation that runs first.
+    tiled: whether bytes are counted in whole tiles of memory, and operands
+      that a kernel is given twice once.
   """
 
-  def __init__(self, text: str):
+  def __init__(self, text: str, *, tiled: bool = False):
     self.computations: dict[str, dict[str, Instruction]] = {}
-    self._entry = ""
+    self.tiled, self.entry = tiled, ""
     current: dict[str, Instruction] = {}
     name = ""
     for line in text.splitlines():
@@ -93,9 +96,9 @@ class Program:
       if head:
         name = head[2]
         current = self.computations.setdefault(name, {})
-        self._entry = name if head[1] else self._entry
+        self.entry = name if head[1] else self.entry
       elif line.startswith("  "):
-        instruction = instruction_lib.parse(name, line)
+        instruction = instruction_lib.parse(name, line, tiled)
         if instruction:
           current[instruction.name] = instruction
 
@@ -133,15 +136,19 @@ class Program:
     array in place or scatters into it, the update counts.
     """
     for name, (count, _) in self.runs_from(start).items():
-      if name in self.fused:
+      if name not in self.fused:
+        for instruction, nbytes in self.moved(name):
+          yield count, instruction, nbytes
+
+  def moved(self, name: str) -> Iterator[tuple[Instruction, float]]:
+    """(instruction, bytes of memory) of all work of one computation."""
+    known = self.computations[name]
+    for instruction in known.values():
+      if instruction.op in _FREE or instruction.op.endswith("-done"):
         continue
-      known = self.computations[name]
-      for instruction in known.values():
-        if instruction.op in _FREE or instruction.op.endswith("-done"):
-          continue
-        if _ALLOCATES in instruction.attributes:
-          continue  # Nothing is written: what is in there is not defined.
-        yield count, instruction, self._nbytes(instruction, known)
+      if _ALLOCATES in instruction.attributes:
+        continue  # Nothing is written: what is in there is not defined.
+      yield instruction, self._nbytes(instruction, known)
 
   def collectives(self) -> list[Collective]:
     """Every collective once, even if the compiler split it into pieces."""
@@ -218,10 +225,10 @@ class Program:
     self, instruction: Instruction, known: Mapping[str, Instruction]
   ) -> float:
     """Bytes read and written by one execution of an instruction."""
-    operands = [
-      known[name].arrays if name in known else ()
-      for name in instruction.operands
-    ]
+    names: Sequence[str] = instruction.operands
+    if self.tiled and instruction.op == "custom-call":
+      names = tuple(dict.fromkeys(names))  # A block and its halo.
+    operands = [known[name].arrays if name in known else () for name in names]
     results = list(instruction.arrays)
     if instruction.op.endswith(("-start", "-update")):
       # Its results include the operands, for instructions that wait for them.
@@ -378,7 +385,7 @@ class Program:
     branches get equal weight. Of loops whose trip counts depend on data, names
     may state the mean (`scopes.mean_trips`).
     """
-    return self._runs_from(self._entry)
+    return self._runs_from(self.entry)
 
   def runs_from(self, start: str = "") -> Mapping[str, tuple[float, bool]]:
     """The same for a computation that is executed once; "" is the program."""
@@ -395,7 +402,7 @@ class Program:
         if instruction.op == "while":
           trips = scopes.mean_trips_of_name(instruction.op_name)
           if trips is None:
-            trips = self._trips(instruction, called["condition"])
+            trips = self.trips(instruction, called["condition"])
           visit(called["body"], count * trips, True)
           continue
         inner = [called for _, called in instruction.called()]
@@ -406,7 +413,7 @@ class Program:
     visit(start, 1, False)
     return runs
 
-  def _trips(self, loop: Instruction, condition: str) -> int:
+  def trips(self, loop: Instruction, condition: str) -> int:
     """What the compiler says, or the largest constant in the condition."""
     count = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if count:

@@ -32,15 +32,18 @@ class Array:
     dtype: as in HLO.
     dims: sizes.
     in_hbm: whether it is in HBM, rather than in a memory of the core.
+    padded: sizes in whole tiles, if these are counted.
   """
 
   dtype: str
   dims: tuple[int, ...]
   in_hbm: bool
+  padded: tuple[int, ...] | None = None
 
   @property
   def nbytes(self) -> float:
-    return math.prod(self.dims) * _BYTES.get(self.dtype, 0)
+    dims = self.dims if self.padded is None else self.padded
+    return math.prod(dims) * _BYTES.get(self.dtype, 0)
 
   def __str__(self) -> str:
     return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -99,12 +102,15 @@ class Instruction:
         yield role, name
 
 
-def parse(computation: str, line: str) -> Instruction | None:
+def parse(
+  computation: str, line: str, tiled: bool = False
+) -> Instruction | None:
   """The instruction of a line, or None if there is none.
 
   Args:
     computation: that the line is in.
     line: of `compiled.as_text()`.
+    tiled: whether arrays have whole tiles.
   """
   match = re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (.*)$", line)
   if not match:
@@ -123,7 +129,7 @@ def parse(computation: str, line: str) -> Instruction | None:
   numbered = op in ("constant", "parameter")
   attributes = rest[start + 1 :] if numbered else rest[stop + 1 :]
   return Instruction(
-    (computation, name), op, _arrays(result),
+    (computation, name), op, _arrays(result, tiled),
     tuple(re.findall(r"%[\w.\-]+", inside)), attributes,
   )  # fmt: skip
 
@@ -138,17 +144,32 @@ def _closing(text: str, start: int) -> int:
   return len(text)
 
 
-def _arrays(text: str) -> tuple[Array, ...]:
+def _arrays(text: str, tiled: bool) -> tuple[Array, ...]:
   # Layouts may contain parentheses, as in {1,0:T(8,128)S(1)}; S is a memory.
-  return tuple(
-    Array(
-      dtype,
-      tuple(int(size) for size in dims.split(",") if size),
-      "S(" not in layout,
-    )
-    for dtype, dims, layout in _SHAPE.findall(text)
-    if dtype in _BYTES
-  )
+  arrays = []
+  for dtype, sizes, layout in _SHAPE.findall(text):
+    if dtype in _BYTES:
+      dims = tuple(int(size) for size in sizes.split(",") if size)
+      padded = _in_tiles(dims, layout) if tiled else None
+      arrays.append(Array(dtype, dims, "S(" not in layout, padded))
+  return tuple(arrays)
+
+
+def _in_tiles(dims: tuple[int, ...], layout: str) -> tuple[int, ...]:
+  """Sizes rounded up to the tile of a layout such as 1,0:T(8,128)(2,1).
+
+  The order names the fastest dimension first, the tile names it last. Further
+  tiles are within the first.
+  """
+  tile = re.search(r"T\(([\d,]+)\)", layout)
+  order = re.match(r"[\d,]+", layout)
+  if not (tile and order):
+    return dims
+  padded = list(dims)
+  sizes = reversed(tile[1].split(","))
+  for dimension, size in zip(map(int, order[0].split(",")), map(int, sizes)):
+    padded[dimension] += -padded[dimension] % size
+  return tuple(padded)
 
 
 def product_flops(

@@ -11,9 +11,12 @@ compiler assumes, plus the transfers beside which nothing is computed, and never
 less than all its transfers. In a pipeline, each unit of work takes the larger
 of its own compute and memory, and each tick as long as its slowest rank, so
 that the bubble counts (`lockstep`). On GPUs, a step is the sum of its launches
-(`gpu`). No chip reaches its peaks, so real steps
-take longer. A step takes *at least* the largest of the three at the published
-peaks.
+(`gpu`). No chip reaches its peaks, so real steps take longer. A step takes *at
+least* the largest of the three at the published peaks.
+
+These sums let the compute of one part hide the memory of another, and give
+every transfer all links of a chip. Beside them stands what `timeline` finds
+along the schedule, on the links there are.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +46,7 @@ from attnres_jax.plan import hlo
 from attnres_jax.plan import least
 from attnres_jax.plan import lockstep
 from attnres_jax.plan import schedule
+from attnres_jax.plan import timeline
 from attnres_jax.train import train_state
 
 _GIB = 2**30
@@ -223,6 +227,9 @@ def _times(
     found["step_seconds"] = gpu.step_seconds(found)
   else:
     found["step_seconds"] = step_seconds(found, chip)
+    if "lockstep" not in found:  # Which knows how long ranks wait.
+      walked = timeline.of_program(text, step.mesh, chip, needs)
+      found["timeline"] = dataclasses.asdict(walked)
   return found
 
 
@@ -273,6 +280,7 @@ def to_text(report: Mapping[str, Any]) -> str:
     ),
     f"a step takes {report['step_seconds']:.3f} s by estimate, bound by"
     f" {report['bound']}, and at least {report['least_seconds']:.3f} s",
+    *_timeline(report),
     *_lockstep(report),
     *_warning(report),
     "",
@@ -349,6 +357,25 @@ def _warning(report: Mapping[str, Any]) -> list[str]:
   if ratio <= bill.WARN:
     return []
   return [f"warning: it computes {ratio:.2f} times the FLOPs that it needs"]
+
+
+def _timeline(report: Mapping[str, Any]) -> list[str]:
+  walked = report.get("timeline")
+  if walked is None:
+    return []
+  seconds = lambda sums: ", ".join(
+    f"{name or 'all'} {value:.3f}"
+    for name, value in sorted(sums.items(), key=lambda pair: -pair[1])
+    if value >= 0.0005
+  )
+  return [
+    f"along its schedule it takes {walked['seconds']:.3f} s, with whole tiles,"
+    " all passes and the links of the torus:",
+    f"  work {sum(walked['parts'].values()):.3f} s: "
+    + seconds(walked["parts"]),
+    f"  waits for links {sum(walked['waited_seconds'].values()):.3f} s: "
+    + (seconds(walked["waited_seconds"]) or "none"),
+  ]
 
 
 def _lockstep(report: Mapping[str, Any]) -> list[str]:

@@ -76,7 +76,8 @@ def compiled(
   """Compiles a plan, given its overrides, up to its schedule; a table's row.
 
   `fits`; and if the program could be read: `peak_bytes`, `headroom_bytes`,
-  `bound`, `step_seconds`, `tokens_per_second`, `model_flop_utilisation`,
+  `bound`, `step_seconds`, `timeline_seconds` (`timeline`),
+  `tokens_per_second`, `model_flop_utilisation`,
   `hours` and `chip_hours` to the run's end, and `bytes_between_slices` of a
   device and step.
   """
@@ -101,6 +102,7 @@ def compiled(
   work = found["analytic_flops"] / chip.peak_flops_per_second
   return row | {
     "step_seconds": seconds,
+    "timeline_seconds": found.get("timeline", {}).get("seconds"),
     "tokens_per_second": tokens / seconds,
     "model_flop_utilisation": work / seconds,
     "hours": hours,
@@ -114,6 +116,7 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
   for row in rows:
     o = row["overrides"]
     known = row.get("step_seconds") is not None
+    walked = row.get("timeline_seconds")
     peak = row["peak_bytes"]
     cells.append((
       f"{o['mesh.data']} x {o['mesh.fsdp']} x {o['mesh.expert']}",
@@ -123,15 +126,17 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
       row["bound"] if known else "",
       *(
         (
-          f"{row['step_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}",
+          f"{row['step_seconds']:.2f}", f"{walked:.2f}" if walked else "",
+          f"{row['tokens_per_second']:,.0f}",
           f"{row['model_flop_utilisation']:.0%}", f"{row['hours']:,.1f}",
           f"{row['chip_hours']:,.0f}",
-        ) if known else ("",) * 5
+        ) if known else ("",) * 6
       ),
     ))  # fmt: skip
   header = (
     "data x fsdp x expert", "microbatches", "remat", "fits", "headroom, GiB",
-    "bound", "step, s", "tokens/s", "MFU", "hours", "chip-hours",
+    "bound", "step, s", "along its schedule, s", "tokens/s", "MFU", "hours",
+    "chip-hours",
   )  # fmt: skip
   lines = [text_table.table(header, cells)]
   best = next((row for row in rows if row["fits"]), None)
@@ -354,6 +359,7 @@ def _facts(row: Mapping[str, Any]) -> dict[str, str]:
   numbers = {
     "headroom_GiB": (row["headroom_bytes"] / _GIB, ".1f"),
     "step_seconds": (row.get("step_seconds"), ".3f"),
+    "timeline_seconds": (row.get("timeline_seconds"), ".3f"),
     "compute_seconds": (row["compute_seconds"], ".3f"),
     "memory_seconds": (row["memory_seconds"], ".3f"),
     "link_seconds": (row["link_seconds"], ".3f"),

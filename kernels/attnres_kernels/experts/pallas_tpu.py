@@ -177,7 +177,7 @@ def sum_rows(
       vmem_limit_bytes=dispatch.tpu_vmem_limit(block),
     ),
     cost_estimate=pl.CostEstimate(
-      flops=2 * len(rows_JD) * _SUMMED_TOKENS * width,
+      flops=2 * (len(rows_JD) + groups * _SUMMED_ROWS) * _SUMMED_TOKENS * width,
       bytes_accessed=(len(rows_JD) + tokens) * width * dtype.itemsize,
       transcendentals=0,
     ),
@@ -230,16 +230,19 @@ class _Call:
     aliases: Any = None,
   ) -> Sequence[jax.Array]:  # fmt: skip
     scalars, number = self.items
+    lanes = lambda size: -(-size // tpu_rows.LANES) * tpu_rows.LANES
     blocks = sum(
       math.prod(spec.block_shape[:-1])
-      * (-(-spec.block_shape[-1] // tpu_rows.LANES) * tpu_rows.LANES)
+      * lanes(spec.block_shape[-1])
       * array.dtype.itemsize
       for spec, array in zip(
         (*in_specs, *out_specs), (*operands, *out_shape), strict=True
       )
       if spec.block_shape is not None
     )
-    matrix = self.slices * self.hidden * self.shape[1]
+    # As it is computed: whole tiles, also where two experts share one.
+    matrix = self.slices * lanes(self.hidden) * lanes(self.shape[1])
+    rows = self.shape[0] + (self.experts - 1) * _ROWS
     nbytes = sum(a.size * a.dtype.itemsize for a in (*operands, *out_shape))
     return pl.pallas_call(
       kernel,
@@ -255,7 +258,7 @@ class _Call:
         vmem_limit_bytes=dispatch.tpu_vmem_limit(blocks),
       ),
       cost_estimate=pl.CostEstimate(
-        flops=2 * flops * self.shape[0] * matrix,
+        flops=2 * flops * rows * matrix,
         bytes_accessed=nbytes,
         transcendentals=self.shape[0] * self.slices * self.hidden,
       ),
