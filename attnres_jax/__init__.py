@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from attnres_jax.config import load_config
+  from attnres_jax.inference.packaged import load_trained
   from attnres_jax.models import build_model
 
-__all__ = ["build_model", "load_config"]
+__all__ = ["build_model", "load_config", "load_trained"]
 
 _HOMES = {
   "build_model": "attnres_jax.models",
   "load_config": "attnres_jax.config",
+  "load_trained": "attnres_jax.inference.packaged",
 }
 
 

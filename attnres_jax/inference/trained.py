@@ -11,6 +11,7 @@ from attnres_jax import train
 from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.config import fields
+from attnres_jax.inference import packaged
 
 if TYPE_CHECKING:
   from attnres_jax import models
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 def add_flags(parser: command_line.Parser) -> None:
   """Adds the flags of `find`."""
-  parser.add_argument("--workdir", required=True, help="folder of a run")
+  parser.add_argument(
+    "--workdir", required=True,
+    help=f"folder of a run, or a network of the package, {packaged.PREFIX}NAME",
+  )  # fmt: skip
   parser.add_argument(
     "--step", type=fields.Count, help="checkpoint to use; the newest by default"
   )
@@ -30,7 +34,8 @@ def find(options: argparse.Namespace) -> tuple[epath.Path, int]:
   Raises:
     ConfigError: there is no such run or checkpoint.
   """
-  folder = files.check_folder("--workdir", options.workdir, writable=False)
+  workdir = packaged.folder_of(options.workdir)
+  folder = files.check_folder("--workdir", workdir, writable=False)
   steps = []
   if (folder / train.CHECKPOINTS).exists():
     # Orbax and JAX, which take seconds, once there is something to list.

@@ -17,7 +17,6 @@ import pathlib
 from typing import Annotated, Any
 
 from etils import epath
-import jax
 import ml_collections
 
 from attnres_jax import config as config_lib
@@ -80,18 +79,11 @@ def write(
   folder.mkdir(parents=True, exist_ok=True)
   for name, content in also.items():
     files.write(folder / name, content)
-  info = {"config": config_lib.to_dict(config), run_folder.WEIGHTS_ONLY: True}
-  saving = config_lib.CheckpointConfig(asynchronous=False)
-  with checkpoint.Saver(folder, saving) as saver:
-    saver.save(0, {"model": model}, info)
+  run_folder.write_network(folder, config, model)
   if facts or also:
     write_json(folder / FACTS, dict(facts) | {"files": sorted(also)})
   path = folder / _CONFIG_FILE
   files.write(path, _CONFIG_TEXT.format(path=path))
-  files.write(folder / run_folder.CONFIG, config_lib.to_json(config))
-  count = sum(leaf.size for leaf in jax.tree.leaves(model))
-  outcome = dict(name=config.name, status="finished", step=0, parameters=count)
-  write_json(folder / run_folder.SUMMARY, outcome)
 
 
 def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:

@@ -17,6 +17,8 @@ kill has damaged are named, or written again.
   preflight  compiles every program for a TPU slice before the launch
   cli        the flags of run, status, collect and report, for experiments
   actions    what these do
+  __main__   the same for any config, with fields to vary
+  pages      the report as HTML: tables, curves
 
 `attnres_jax.scaling.grid` defines what a sweep is, `attnres_jax.train.claims`
 who may write into a run, `attnres_jax.common.exits` how a worker ends.

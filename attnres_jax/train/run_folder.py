@@ -19,6 +19,7 @@ from etils import epath
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax import models
 from attnres_jax import optimizer
 from attnres_jax.common import exits
 from attnres_jax.common import files
@@ -327,6 +328,30 @@ def open_run(
   return metrics_lib.make_writer(
     workdir, config, resume_step=step, primary=primary, console=console
   )
+
+
+def write_network(
+  folder: epath.PathLike,
+  config: config_lib.RunConfig,
+  model: models.Transformer,
+) -> None:
+  """Writes a network as a finished run of no steps, of which others begin.
+
+  Args:
+    folder: new, or without files of a run.
+    config: of the network and its data.
+    model: the network.
+  """
+  folder = epath.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  info = {"config": config_lib.to_dict(config), WEIGHTS_ONLY: True}
+  saving = config_lib.CheckpointConfig(asynchronous=False)
+  with checkpoint.Saver(folder, saving) as saver:
+    saver.save(0, {"model": model}, info)
+  files.write(folder / CONFIG, config_lib.to_json(config))
+  count = sum(leaf.size for leaf in jax.tree.leaves(model))
+  outcome = dict(name=config.name, status="finished", step=0, parameters=count)
+  files.write(folder / SUMMARY, json.dumps(outcome, indent=2) + "\n")
 
 
 def summarise(
