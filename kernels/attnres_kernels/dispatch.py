@@ -4,7 +4,8 @@
 A backend is a module whose `forward` and `backward` functions have the same
 signature as those of the other backends; autodiff differentiates a `forward`
 without a `backward`. A named backend that cannot run says why. The automatic
-choice asks each backend first (`why_not`) and falls back to plain JAX.
+choice asks each backend first (`why_not`, and `why_slow` for shapes that plain
+JAX runs faster) and falls back to plain JAX.
 """
 
 from collections.abc import Callable, Iterator
@@ -255,7 +256,12 @@ def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
   for platform, name in _AUTOMATIC.items():
     if not _exists(op, name) or (platform == "cuda" and not _is_known_gpu()):
       continue
-    if _why_not(_backend(op, name), function, args, kwargs) is None:
+    backend = _backend(op, name)
+    reasons = (
+      _why_not(backend, function, args, kwargs, check)
+      for check in ("why_not", "why_slow")
+    )
+    if all(reason is None for reason in reasons):
       names.append((platform, name))
   return _best(op, tuple(names), function, tuple(kwargs.items()))(*args)
 
@@ -289,10 +295,10 @@ def _backend(op: str, name: str) -> Any:
 
 
 def _why_not(
-  backend: Any, function: str, args: tuple, kwargs: dict
+  backend: Any, function: str, args: tuple, kwargs: dict, check: str = "why_not"
 ) -> str | None:
-  check = getattr(backend, "why_not", None)
-  return None if check is None else check(function, *args, **kwargs)
+  reason = getattr(backend, check, None)
+  return None if reason is None else reason(function, *args, **kwargs)
 
 
 def by_platform(args: tuple, default: Any, **branches: Any) -> Any:

@@ -38,6 +38,36 @@ _plgpu: Any = plgpu
 _mgpu: Any = mgpu
 
 
+# Below, plain JAX is faster: one thread block does not fill a multiprocessor.
+_LEAST_TOKENS = 256
+
+
+def why_not(
+  width: int, arrays: Sequence[jax.Array], heads: int, rank: int | None
+) -> str | None:
+  """The reason why rows of this width and these dtypes cannot run, or None."""
+  if heads > 1 or rank is not None:
+    return f"one head with keys of the full width, got {heads=}, {rank=}"
+  if jax.__version_info__ < (0, 12):
+    # The first version with `plgpu.store`: rows need not fill whole sectors of
+    # memory.
+    return f"needs jax >= 0.12 for Mosaic GPU, this is {jax.__version__}"
+  dtypes = sorted({str(x.dtype) for x in arrays})
+  if not set(dtypes) <= {"bfloat16", "float32"}:
+    return f"arrays must be bfloat16 or float32, got {dtypes}"
+  if width < THREADS:
+    return f"rows need at least {THREADS}, the threads of a group, got {width}"
+  return None
+
+
+def why_slow(x_TD: jax.Array) -> str | None:
+  """The reason why plain JAX is faster for these tokens, or None."""
+  tokens = x_TD.size // max(1, x_TD.shape[-1])
+  if tokens < _LEAST_TOKENS:
+    return f"{tokens} tokens, where {_LEAST_TOKENS} keep a GPU busy"
+  return None
+
+
 def call(
   body: Callable[..., None],
   name: str,

@@ -53,11 +53,11 @@ def interpreted():
 
 
 def assert_close(actual, exact, name):
-  """Within rounding: 1e-5 of the largest value, or twice that of storage."""
+  """Within rounding: 2e-6 of the largest value, or twice that of storage."""
   exact = np.asarray(exact, np.float64)
   # A gradient that cancels to zero is as large as its terms.
   scale = np.abs(exact).max() + 1
-  tolerance = 1e-5 if actual.dtype == jnp.float32 else 2**-8
+  tolerance = 2e-6 if actual.dtype == jnp.float32 else 2**-8
   error = np.abs(np.asarray(actual.astype(jnp.float32)) - exact).max()
   np.testing.assert_array_less(error / scale, tolerance, err_msg=name)
 
@@ -186,11 +186,17 @@ class TestAttention:
 
 @needs_new
 @pytest.mark.parametrize(
-  "kind,chosen", [(KINDS[0], True), ("NVIDIA A100-SXM4-80GB", False)]
+  "kind,tokens,chosen",
+  [
+    (KINDS[0], 256, True),
+    (KINDS[0], 255, False),  # decoding, where plain JAX is faster
+    ("NVIDIA A100-SXM4-80GB", 256, False),
+  ],
 )
-def test_the_automatic_choice_knows_the_gpu(kind, chosen):
+def test_the_automatic_choice_knows_the_gpu(kind, tokens, chosen):
   struct = jax.ShapeDtypeStruct
-  query, source = struct((1, 256), "float32"), struct((8, 256), "bfloat16")
+  query = struct((1, 256), "float32")
+  source = struct((tokens, 256), "bfloat16")
   automatic = lambda query, *sources: depth_attention(query, sources)[0]
   text = lower(kind, automatic, query, source, source)
   assert ("depth_attention_forward" in text) == chosen

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from attnres_kernels import token_walk
-from attnres_kernels import warpgroup
 from attnres_kernels.depth_attention import plain
 
 # Sources and queries are unrolled.
@@ -36,7 +35,7 @@ def why_not(
   """The reason why these arguments cannot run, or None."""
   del function, args, eps
   num_queries, width = query_QD.shape
-  reason = warpgroup.why_not(width, sources[:1], heads, rank)
+  reason = token_walk.why_not(width, sources[:1], heads, rank)
   if reason is not None:
     return reason
   if query_QD.dtype != jnp.float32:
@@ -51,6 +50,14 @@ def why_not(
       f" {len(sources)} sources"
     )
   return None
+
+
+def why_slow(
+  function: str, query_QD: jax.Array, sources: tuple[jax.Array, ...],
+  *args: Any, **options: Any,
+) -> str | None:  # fmt: skip
+  """The reason why the automatic choice takes plain JAX, or None."""
+  return token_walk.why_slow(sources[0])
 
 
 def forward(

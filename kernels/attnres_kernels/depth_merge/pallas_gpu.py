@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phase 2 on Nvidia GPUs (from Hopper on), in Pallas Mosaic GPU.
 
-One warpgroup per token computes the sums that determine the weights, then the
-sum of squares of the mixture, then the result tile by tile. A token's row is a
-few kilobytes, so all passes except the first read it from the nearest cache.
-The gradients of query and gain are sums over tokens: the backward kernel writes
-their factors, three numbers per token, and matrix products follow.
+The first walk over a token (`token_walk`) adds up the products of its rows with
+each other. From these, every thread computes weights, norms and the gradient of
+the score, and the second walk writes. The gradients of query and gain are sums
+over tokens: every thread block adds up its tokens in shared memory and writes
+one row of each, and XLA adds these rows.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from attnres_kernels import warpgroup
+from attnres_kernels import token_walk
 
 
 def why_not(
@@ -24,7 +23,12 @@ def why_not(
   """The reason why these arguments cannot run, or None."""
   del function, eps, norm_eps
   arrays = [x for x in args if isinstance(x, jax.Array)]
-  return warpgroup.why_not(args[0].shape[-1], arrays, heads, rank)
+  return token_walk.why_not(args[0].shape[-1], arrays, heads, rank)
+
+
+def why_slow(function: str, out_TD: jax.Array, *args: Any, **options: Any):
+  """The reason why the automatic choice takes plain JAX, or None."""
+  return token_walk.why_slow(out_TD)
 
 
 def forward(
@@ -33,43 +37,50 @@ def forward(
   norm_eps: float, interpret: Any = None,
 ) -> jax.Array:  # fmt: skip
   """Returns the merged mixture, normalised if there is a gain."""
-  tiles = warpgroup.Tiles(query_D.shape[0])
-  wide = map(warpgroup.flatten, (out_TD, partial_TD))
-  operands = [query_D, jnp.ravel(lse_T), *wide]
-  operands += [] if gain_D is None else [gain_D]
+  tiles = token_walk.Tiles(query_D.shape[0])
+  rows = [x for x in (query_D, gain_D) if x is not None]
+  wide = [tiles.view(out_TD), tiles.view(partial_TD)]
+  num_tokens = wide[0].shape[0]
 
-  def kernel(
-    query_ref: Any, lse_ref: Any, out_ref: Any, partial_ref: Any, *refs: Any
-  ) -> None:
-    """Query [D], lse [T], out and partial [T, D], gain [D] if given.
+  def kernel(lse_ref: Any, out_ref: Any, total_ref: Any, *refs: Any) -> None:
+    """Lse [T], out and partial; query, gain if given; the result."""
+    query_ref, *gain_refs, mixed_ref = refs
 
-    Then the result [T, D].
-    """
-    *gain_refs, mixed_ref = refs
-    token = jax.lax.axis_index("program")
-    out, partial = out_ref.at[token], partial_ref.at[token]
-    score, _ = _score(tiles, query_ref, partial, eps)
-    mixed = _mixed(tiles, out, partial, *_two_weights(lse_ref[token], score))
-    inverse = jnp.float32(1.0)
-    if gain_refs:
-      (square,) = tiles.sums(lambda columns: (jnp.square(mixed(columns)),), 1)
-      inverse = jax.lax.rsqrt(square * (1.0 / tiles.width) + norm_eps)
+    def merge(token: Any) -> None:
+      def terms(rows: Any) -> Any:
+        out = tiles.load(out_ref.at[token, rows])
+        total = tiles.load(total_ref.at[token, rows])
+        yield from (total * total, total * tiles.load(query_ref.at[0, rows]))
+        if gain_refs:
+          yield from (out * out, out * total)
 
-    def write(columns: Any, fresh: Any, carry: None) -> None:
-      result = mixed(columns)
-      for ref in gain_refs:
-        result *= inverse * tiles.load(ref.at[columns])
-      warpgroup.store(mixed_ref.at[token, columns], result)
+      square, product, *others = tiles.sums(2 + 2 * len(gain_refs), terms)
+      inverse = jax.lax.rsqrt(square * (1.0 / tiles.width) + eps)
+      ours, theirs = _two_weights(lse_ref[token], product * inverse)
+      norm = 1.0
+      if others:
+        norm = _norm(tiles, ours, theirs, square, *others, norm_eps)
+      ours, theirs = ours * norm, theirs * norm
 
-    tiles.loop(write, None)
+      def write(rows: Any, place: Any, fresh: Any, carry: None) -> None:
+        mixed = ours * tiles.load(out_ref.at[token, rows])
+        mixed += theirs * tiles.load(total_ref.at[token, rows])
+        for ref in gain_refs:
+          mixed *= tiles.load(ref.at[0, rows])
+        tiles.store(mixed_ref.at[token, rows], mixed)
 
-  (mixed_TD,) = warpgroup.call(
+      tiles.loop(write, None)
+
+    token_walk.each_token(num_tokens, merge)
+
+  (mixed_TD,) = token_walk.call(
     kernel,
     "depth_merge_forward",
-    out_type=[warpgroup.like(operands[2])],
-    grid=operands[1].shape[0],
+    tokens=num_tokens,
+    out_type=[tiles.like(wide[0])],
+    scratch=[],
     interpret=interpret,
-  )(*operands)
+  )(jnp.ravel(lse_T), *wide, *map(tiles.view, rows))
   return mixed_TD.reshape(out_TD.shape)
 
 
@@ -79,120 +90,117 @@ def backward(
   norm_eps: float, interpret: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
   """Returns the gradients of out, lse, query, total and gain."""
-  tiles = warpgroup.Tiles(query_D.shape[0])
-  wide = list(map(warpgroup.flatten, (out_TD, total_TD, dmixed_TD)))
-  operands = [query_D, jnp.ravel(lse_T), *wide]
-  operands += [] if gain_D is None else [gain_D]
-  num_tokens = operands[1].shape[0]
+  tiles = token_walk.Tiles(query_D.shape[0])
+  rows = [x for x in (query_D, gain_D) if x is not None]
+  wide = [tiles.view(x) for x in (out_TD, total_TD, dmixed_TD)]
+  num_tokens = wide[0].shape[0]
 
   def kernel(
-    query_ref: Any, lse_ref: Any, out_ref: Any, total_ref: Any,
-    dmixed_ref: Any, *refs: Any,
-  ) -> None:  # fmt: skip
-    """Query [D], lse [T], three arrays [T, D], gain [D] if given.
+    lse_ref: Any, out_ref: Any, total_ref: Any, dmixed_ref: Any, *refs: Any
+  ) -> None:
+    """Lse [T], three arrays; query, gain if given.
 
-    Then the results: gradients [T, D] of out and total, [T] of lse, and factors
-    [3, T]: of total in the query's gradient; of out and total in the gain's.
+    Then gradients of out, total and lse, and of query and gain [blocks, 1 or
+    2]; and in shared memory the sums of the last.
     """
-    *gain_refs, dout_ref, dtotal_ref, dlse_ref, factors_ref = refs
-    token = jax.lax.axis_index("program")
-    out, total = out_ref.at[token], total_ref.at[token]
-    score, inverse = _score(tiles, query_ref, total, eps)
-    out_weight, partial_weight = _two_weights(lse_ref[token], score)
-    mixed = _mixed(tiles, out, total, out_weight, partial_weight)
-    norm, along = jnp.float32(1.0), jnp.float32(0.0)
+    row_refs, refs = refs[: len(rows)], refs[len(rows) :]
+    query_ref, *gain_refs = row_refs
+    dout_ref, dtotal_ref, dlse_ref, drows_ref, sum_ref = refs
+    tiles.clear([sum_ref.at[i] for i in range(len(rows))])
 
-    def pulled(columns: Any) -> jax.Array:
-      x = tiles.load(dmixed_ref.at[token, columns])
+    def load(token: Any, rows: Any) -> Any:
+      """Tiles of out, total, their gradient, and it before the gain."""
+      out, total, dmixed = (
+        tiles.load(ref.at[token, rows])
+        for ref in (out_ref, total_ref, dmixed_ref)
+      )
+      pulled = dmixed
       for ref in gain_refs:
-        x *= tiles.load(ref.at[columns])
-      return x
+        pulled = dmixed * tiles.load(ref.at[0, rows])
+      return out, total, dmixed, pulled
 
-    if gain_refs:
+    def pull_back(token: Any) -> None:
+      def terms(rows: Any) -> Any:
+        out, total, _, pulled = load(token, rows)
+        yield from (total * total, total * tiles.load(query_ref.at[0, rows]))
+        yield from (pulled * out, pulled * total)
+        if gain_refs:
+          yield from (out * out, out * total)
 
-      def terms(columns: Any) -> tuple[jax.Array, jax.Array]:
-        x = mixed(columns)
-        return x * x, x * pulled(columns)
+      square, product, pulled_out, pulled_total, *others = tiles.sums(
+        4 + 2 * len(gain_refs), terms
+      )
+      inverse = jax.lax.rsqrt(square * (1.0 / tiles.width) + eps)
+      score = product * inverse
+      ours, theirs = _two_weights(lse_ref[token], score)
+      norm, along = jnp.float32(1.0), jnp.float32(0.0)
+      gap = pulled_total - pulled_out
+      if others:
+        norm = _norm(tiles, ours, theirs, square, *others, norm_eps)
+        along = ours * pulled_out + theirs * pulled_total
+        along *= norm * norm * norm * (1.0 / tiles.width)
+        out_square, cross = others
+        apart = ours * (cross - out_square) + theirs * (square - cross)
+        gap = norm * gap - along * apart
+      dscore = ours * theirs * gap
+      pull = dscore * inverse
+      bend = pull * score * inverse * (1.0 / tiles.width)
+      dlse_ref[token] = -dscore
 
-      square, product = tiles.sums(terms, 2)
-      norm = jax.lax.rsqrt(square * (1.0 / tiles.width) + norm_eps)
-      along = product * norm * norm * norm * (1.0 / tiles.width)
+      def write(rows: Any, place: Any, fresh: Any, carry: None) -> None:
+        out, total, dmixed, pulled = load(token, rows)
+        mixed = ours * out + theirs * total
+        through = norm * pulled - along * mixed if gain_refs else pulled
+        tiles.store(dout_ref.at[token, rows], ours * through)
+        dtotal = theirs * through - bend * total
+        dtotal += pull * tiles.load(query_ref.at[0, rows])
+        tiles.store(dtotal_ref.at[token, rows], dtotal)
+        added = pull * total, norm * dmixed * mixed
+        for i in range(len(row_refs)):
+          ref = sum_ref.at[i, place]
+          tiles.store(ref, tiles.load(ref) + added[i])
 
-    def through_norm(columns: Any) -> jax.Array:
-      x = norm * pulled(columns)
-      return x - along * mixed(columns) if gain_refs else x
+      tiles.loop(write, None)
 
-    def difference(columns: Any) -> tuple[jax.Array]:
-      gap = tiles.load(total.at[columns]) - tiles.load(out.at[columns])
-      return (through_norm(columns) * gap,)
+    token_walk.each_token(num_tokens, pull_back)
+    block = jax.lax.axis_index("program")
+    tiles.copy(
+      [sum_ref.at[i] for i in range(len(rows))],
+      [drows_ref.at[block, i] for i in range(len(rows))],
+    )
 
-    dscore = out_weight * partial_weight * tiles.sums(difference, 1)[0]
-    pull = dscore * inverse
-    bend = pull * score * inverse * (1.0 / tiles.width)
-    dlse_ref[token] = -dscore
-    for i, factor in enumerate(
-      (pull, out_weight * norm, partial_weight * norm)
-    ):
-      factors_ref[i, token] = factor
-
-    def write(columns: Any, fresh: Any, carry: None) -> None:
-      dmixed = through_norm(columns)
-      dtotal = partial_weight * dmixed - bend * tiles.load(total.at[columns])
-      dtotal += pull * tiles.load(query_ref.at[columns])
-      warpgroup.store(dout_ref.at[token, columns], out_weight * dmixed)
-      warpgroup.store(dtotal_ref.at[token, columns], dtotal)
-
-    tiles.loop(write, None)
-
-  dout_TD, dtotal, dlse, (pull_T, out_factor_T, partial_factor_T) = (
-    warpgroup.call(
-      kernel,
-      "depth_merge_backward",
-      out_type=[
-        *map(warpgroup.like, (wide[0], wide[1], operands[1])),
-        jax.ShapeDtypeStruct((3, num_tokens), jnp.float32),
-      ],
-      grid=num_tokens,
-      interpret=interpret,
-    )(*operands)
-  )
-  out, total, dmixed = (x.astype(jnp.float32) for x in wide)
-  dgain_D = None
-  if gain_D is not None:
-    normed = out_factor_T[:, None] * out + partial_factor_T[:, None] * total
-    dgain_D = jnp.sum(dmixed * normed, axis=0)
+  blocks = min(token_walk.BLOCKS, num_tokens)
+  summed = len(rows), tiles.padded, tiles.vector
+  dout_TD, dtotal_TD, dlse_T, drows = token_walk.call(
+    kernel,
+    "depth_merge_backward",
+    tokens=num_tokens,
+    out_type=[
+      *map(tiles.like, wide[:2]),
+      jax.ShapeDtypeStruct((num_tokens,), jnp.float32),
+      jax.ShapeDtypeStruct((blocks, *summed), jnp.float32),
+    ],
+    scratch=[summed],
+    interpret=interpret,
+  )(jnp.ravel(lse_T), *wide, *map(tiles.view, rows))
+  dquery_D, *dgain_D = tiles.unpad(jnp.sum(drows, axis=0))
   return (
     dout_TD.reshape(out_TD.shape),
-    dlse.reshape(lse_T.shape),
-    jnp.einsum("t,td->d", pull_T, total, precision=jax.lax.Precision.HIGHEST),
-    dtotal.reshape(total_TD.shape),
-    dgain_D,
+    dlse_T.reshape(lse_T.shape),
+    dquery_D,
+    dtotal_TD.reshape(total_TD.shape),
+    dgain_D[0] if dgain_D else None,
   )
 
 
-def _mixed(
-  tiles: warpgroup.Tiles, out: Any, total: Any, out_weight: Any,
-  partial_weight: Any,
-) -> Callable[[Any], jax.Array]:  # fmt: skip
-  """A function of columns: the mixture with the partial sum, row refs [D]."""
-  return lambda columns: (
-    out_weight * tiles.load(out.at[columns])
-    + partial_weight * tiles.load(total.at[columns])
-  )
-
-
-def _score(
-  tiles: warpgroup.Tiles, query_ref: Any, total: Any, eps: float
-) -> tuple[jax.Array, jax.Array]:
-  """The score of a row ref [D], and its inverse rms."""
-
-  def terms(columns: Any) -> tuple[jax.Array, jax.Array]:
-    x = tiles.load(total.at[columns])
-    return x * x, x * tiles.load(query_ref.at[columns])
-
-  square, product = tiles.sums(terms, 2)
-  inverse = jax.lax.rsqrt(square * (1.0 / tiles.width) + eps)
-  return product * inverse, inverse
+def _norm(
+  tiles: token_walk.Tiles, ours: Any, theirs: Any, square: Any,
+  out_square: Any, cross: Any, norm_eps: float,
+) -> Any:  # fmt: skip
+  """The inverse rms of the mixture, from products of out and total."""
+  mean = ours * (ours * out_square + theirs * cross)
+  mean += theirs * (ours * cross + theirs * square)
+  return jax.lax.rsqrt(jnp.maximum(mean, 0.0) * (1.0 / tiles.width) + norm_eps)
 
 
 def _two_weights(
