@@ -111,8 +111,7 @@ def _laptop(arg):
 
 def _demo(arg):
   config = _laptop(arg)
-  # Saved at the end, and when it is stopped.
-  config.checkpoint.every_steps = 0
+  config.checkpoint.every_steps = 100
   if not arg.runlocal:
     model = config.model
     model.width, model.num_layers, model.num_heads = 64, 4, 2

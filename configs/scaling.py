@@ -13,8 +13,9 @@ experiments/scaling_law. One of its runs:
   scale     laptop: attention and dense MLPs, bytes of the embedded corpus,
               four sizes, three schemes, three seeds, and at one size Rescaled,
               which has to agree with PreNorm up to noise
-            first: its three smaller sizes with four seeds, and a tenth of the
-            validation split, for a first law in minutes (make sweep)
+            first: its three smaller sizes with four seeds, half the bytes, a
+            tenth of the validation split and one learning rate, for a first law
+            in minutes (make sweep)
             laptop_lr: the search for learning rates, under PreNorm and Block
             pod: between these, for a v5e-8 or v6e-8: attention and dense
             MLPs, four sizes from 64M to 381M parameters, three schemes, three
@@ -67,8 +68,11 @@ TINY = {
 PAPER = kimi_linear.SMALL
 SCHEMES = ("prenorm", "block_attnres", "full_attnres")
 SEEDS = (0, 1, 2)
-# What is left out of scale=first, its seeds, and its validation batches.
-TOO_LARGE, FIRST_SEEDS, FIRST_BATCHES = "l", (0, 1, 2, 3), 128
+# What is left out of scale=first, its seeds, validation batches and bytes per
+# parameter.
+TOO_LARGE, FIRST_SEEDS, FIRST_BATCHES, FIRST_TOKENS = "l", (0, 1, 2, 3), 128, 5
+# Its learning rate: no scheme of the search is 0.05 nats above its best there.
+FIRST_RATE = 6e-3
 # The size at which Rescaled is trained as well.
 CONTROL = "s"
 LEARNING_RATES = (3e-3, 6e-3, 12e-3, 24e-3, 48e-3)
@@ -175,8 +179,9 @@ def _laptop(shape, arg):
   config.train.eval_batches, config.train.depth_every = EVERYTHING, 0
   if arg.scale == "first":
     config.train.eval_batches = FIRST_BATCHES
-    config.checkpoint.every_steps = 0  # At the end, and when it is stopped.
-  tokens = TOKENS_PER_PARAM * _parameters(model)
+    config.optim.peak_lr = FIRST_RATE
+  per_param = FIRST_TOKENS if arg.scale == "first" else TOKENS_PER_PARAM
+  tokens = per_param * _parameters(model)
   # As many bytes as in batches of 16 rows, with which this was compared.
   grain = GRAIN * 16 // ROWS
   config.train.steps = grain * round(tokens / (grain * ROWS * LENGTH))
@@ -234,5 +239,5 @@ def _lengthen(config, arg):
   if config.train.eval_every:
     config.train.eval_every = whole // 4
   if not of_paper:  # A tenth may be ten hours.
-    config.checkpoint.every_steps = whole // 10
+    config.checkpoint.every_steps = whole // (4 if arg.scale == "first" else 10)
   config.checkpoint.keep_last = 2

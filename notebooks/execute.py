@@ -66,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ[colab.PLAIN] = "1"  # A page without a kernel has no controls.
   for name in options.names or known:
     notebook, start = load(known[name]), time.perf_counter()
-    execute(notebook)
-    print(f"{name}: ran in {time.perf_counter() - start:.0f} s")
+    pictured = execute(notebook)
+    seconds = time.perf_counter() - start
+    print(f"{name}: a picture after {pictured:.0f} s, ran in {seconds:.0f} s")
     if options.write:
       for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # Wall-clock times.
@@ -116,8 +117,22 @@ class Client(asynchronous.AsyncKernelClient):
   shell_channel_class = iopub_channel_class = Channel
 
 
-def execute(notebook: nbformat.NotebookNode) -> None:
-  """Runs all cells in a fresh kernel, from the root; the first error is raised."""
+class Runner(nbclient.NotebookClient):
+  """Runs a notebook, and notes after how many seconds it shows a picture."""
+
+  pictured, start = math.inf, 0.0
+
+  def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+    if "image/png" in msg["content"].get("data", ()):
+      self.pictured = min(self.pictured, time.perf_counter() - self.start)
+    return super().process_message(msg, cell, cell_index)
+
+
+def execute(notebook: nbformat.NotebookNode) -> float:
+  """Runs all cells in a fresh kernel, from the root; the first error is raised.
+
+  Returns the seconds until the first picture, infinity without one.
+  """
   root = FOLDER.parent
   paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
   os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -128,13 +143,16 @@ def execute(notebook: nbformat.NotebookNode) -> None:
       "transport": "ipc", "ip": f"{folder}/kernel",
       "client_class": "notebooks.execute.Client",
     }  # fmt: skip
-    nbclient.NotebookClient(
+    runner = Runner(
       notebook,
       kernel_name="python3",
       timeout=600,
       resources={"metadata": {"path": str(root)}},
       config=traitlets_config.Config(KernelManager=manager),
-    ).execute()
+    )
+    runner.start = time.perf_counter()
+    runner.execute()
+  return runner.pictured
 
 
 if __name__ == "__main__":

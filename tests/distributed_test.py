@@ -114,11 +114,11 @@ _MEETING = """
 import sys
 import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from attnres_jax.sweep import worker
-print(worker.all_come("both"))
-worker._BARRIER_SECONDS = 1.0
+from attnres_jax.sweep import work
+print(work.all_come("both"))
+work._BARRIER_SECONDS = 1.0
 if sys.argv[2] == "0":
-  print(worker.all_come("one"))
+  print(work.all_come("one"))
 """
 
 

@@ -28,7 +28,7 @@ from attnres_jax.scaling import plots
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
-from attnres_jax.sweep import worker
+from attnres_jax.sweep import work
 from attnres_jax.train import train_state
 from tests.docs import extend_test
 from tests.sweep import tiny_sweep
@@ -176,7 +176,7 @@ def test_sweeps_trains_and_is_plotted(tmp_path):
   )
   folder = tmp_path / "runs"
   for run in tiny_sweep.prepare(folder, source):
-    assert worker.work(folder, run.name) == worker.Exit.DONE
+    assert work.run(folder, run.name) == work.Exit.DONE
   names = folder_lib.names(folder)
   rows = [monitor.of_run(folder, name).row for name in names]
   runs = rows_lib.by_scheme(rows, "residual")

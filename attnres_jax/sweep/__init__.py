@@ -8,7 +8,8 @@ kill has damaged are named, or written again.
   folder     the files of a sweep: a workdir per run, and what the runs are
   state      how far a run is: one small file, written atomically
   damage     files that cannot be read, named by path and line
-  worker     the command that trains one run of a folder
+  worker     the command that trains runs of a folder
+  work       what it does
   launchers  what starts workers: local, ray, jobset, slurm, skypilot, tpu_vm;
              together trains seeds as one program
   budget     tokens and chip-hours before a launch
@@ -24,6 +25,8 @@ kill has damaged are named, or written again.
 who may write into a run, `attnres_jax.common.exits` how a worker ends.
 """
 
+# The list of runs in a sweep's folder.
+SWEEP = "sweep.json"
 LAUNCHERS = (
   "local",
   "together",

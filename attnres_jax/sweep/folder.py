@@ -29,12 +29,13 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import sweep
 from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
 from attnres_jax.train import run_folder
 
-SWEEP = "sweep.json"
+SWEEP = sweep.SWEEP
 RUN = "run.json"
 LOG = "log.txt"
 COMPILED = "compiled"

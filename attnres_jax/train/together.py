@@ -183,9 +183,10 @@ class Group:
     if self._state is None:
       init = lambda seed: train_state.init(self._first, seed)
       seeds_S = np.array([config.seed for config in self.configs], np.uint32)
-      self._state = jax.jit(jax.vmap(init), out_shardings=self._replicated)(
-        seeds_S
-      )
+      self._state = jax.jit(
+        jax.vmap(init), out_shardings=self._replicated,
+        compiler_options=self.program.init_options,
+      )(seeds_S)  # fmt: skip
     compiled = (
       jax.jit(train, donate_argnums=0, out_shardings=self._replicated)
       .lower(states, batches)
@@ -207,7 +208,7 @@ class Group:
     self._evaluate = compiled
 
   def advance(self) -> None:
-    """Trains all seeds to their next row."""
+    """Trains all seeds to their next row, and saves them if a save is due."""
     start, stop = time.perf_counter(), self.step + self._first.train.log_every
     batches = self._batches.train(self.configs, self.step, stop)
     self._state, metrics = self._train(self._state, batches)
@@ -224,7 +225,11 @@ class Group:
             run.log.drain()
           except step_log.NonFiniteError as error:
             self.failed[i] = error
-    self.step = stop
+    every, before, self.step = (
+      self._first.checkpoint.every_steps, self.step, stop,
+    )  # fmt: skip
+    if every and before // every < stop // every and stop < self.steps:
+      self.save()
 
   def finish(self) -> None:
     """Evaluates, saves and summarises all seeds that did not fail."""

@@ -14,6 +14,6 @@ STUDY = variants.Study(
     "block": reads("Block AttnRes", "block_attnres"),
   },
   scale=variants.DEMO,
-  seeds=8,
+  seeds=12,
 )
 get_config, sweep = STUDY.get_config, STUDY.sweep

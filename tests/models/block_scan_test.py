@@ -188,7 +188,7 @@ def test_sublayers_of_a_training_step_do_not_grow_with_depth():
     )
     mesh = sharding.make_mesh(config.mesh)
     program = train_state.make_program(config, mesh)
-    state = jax.eval_shape(program.init_state)
+    state = program.abstract_state
     batch = {"tokens": jax.ShapeDtypeStruct((1, 5), jnp.int32)}
     # Lowered, since what is traced also has kernels for other platforms.
     text = program.train_step.lower(state, batch).as_text()

@@ -16,6 +16,7 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep import work as work_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import local
 from attnres_jax.train import run_folder
@@ -233,12 +234,12 @@ def test_skipped_steps_and_losses_that_are_not_finite(tmp_path):
   (run,) = grid.load(source)
   config = folder_lib.run_config(run)
   summary = {"step": 20, "skipped": 5, "validation_loss": 1.0}
-  assert worker._diverged(summary, config) == ""
-  assert worker._diverged(summary | {"skipped": 6}, config) == (
+  assert work_lib._diverged(summary, config) == ""
+  assert work_lib._diverged(summary | {"skipped": 6}, config) == (
     "6 of 20 steps were skipped, since a loss or gradient was not finite;"
     " train.max_skipped_share is 0.25"
   )
-  found = worker._diverged(summary | {"validation_loss": None}, config)
+  found = work_lib._diverged(summary | {"validation_loss": None}, config)
   assert found == "the validation loss is not finite"
   # It changes no name: sweeps under way keep their runs.
   source = tiny_sweep.write(
@@ -258,7 +259,7 @@ def test_a_diverged_run_under_every_command(sweep, capsys, monkeypatch):
   metrics.write_text(metrics.read_text().replace("NaN", "null"))
   summary = {"status": "finished", "step": 20, "skipped": 20}
   monkeypatch.setattr(
-    worker.loop, "train_and_evaluate", lambda *_, **__: summary
+    work_lib.loop, "train_and_evaluate", lambda *_, **__: summary
   )
   arguments = [f"--folder={folder}", f"--run={bad}"]
   assert worker.main(arguments) == exits.Exit.DIVERGED
@@ -317,11 +318,11 @@ def test_a_run_that_kills_its_worker_makes_way(sweep, monkeypatch):
       raise SystemExit  # In place of a kill.
     return exits.Exit.DONE
 
-  monkeypatch.setattr(worker, "work", work)
-  for _ in range(worker.MAX_TRIES + 1):
+  monkeypatch.setattr(work_lib, "run", work)
+  for _ in range(work_lib.MAX_TRIES + 1):
     with pytest.raises(SystemExit):
-      worker.work_all(folder)
-  assert begun == [bad] * worker.MAX_TRIES + [good, bad]
+      work_lib.run_all(folder)
+  assert begun == [bad] * work_lib.MAX_TRIES + [good, bad]
 
 
 def test_a_worker_leaves_the_runs_of_other_launches(sweep, monkeypatch):
@@ -336,12 +337,12 @@ def test_a_worker_leaves_the_runs_of_other_launches(sweep, monkeypatch):
     state_lib.write(folder / name, state_lib.State(state_lib.DONE))
     return exits.Exit.DONE
 
-  monkeypatch.setattr(worker, "work", work)
-  assert worker.work_all(folder, only="^seed1-") == exits.Exit.DONE
+  monkeypatch.setattr(work_lib, "run", work)
+  assert work_lib.run_all(folder, only="^seed1-") == exits.Exit.DONE
   assert begun == [ours]
   for only in ("seed9", "("):
     with pytest.raises(config_lib.ConfigError, match="^--only: got"):
-      worker.work_all(folder, only=only)
+      work_lib.run_all(folder, only=only)
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -363,7 +364,7 @@ def test_a_run_without_a_description_is_not_tried_again(sweep):
   """A worker that is started again for it would never end."""
   folder, _ = sweep
   shutil.rmtree(folder / _names(folder)[0])
-  assert worker.work_all(folder) == exits.Exit.NEVER
+  assert work_lib.run_all(folder) == exits.Exit.NEVER
 
 
 def test_a_folder_without_a_sweep_is_no_sweep_that_is_done(tmp_path, capsys):
@@ -380,9 +381,9 @@ def test_a_run_that_has_diverged_meanwhile_is_not_taken(sweep, monkeypatch):
     state_lib.write(workdir, state_lib.State(state_lib.DIVERGED))
     return False
 
-  monkeypatch.setattr(worker.claims, "is_held", is_held)
-  monkeypatch.setattr(worker, "work", None)
-  assert worker.work_all(folder) == exits.Exit.DIVERGED
+  monkeypatch.setattr(work_lib.claims, "is_held", is_held)
+  monkeypatch.setattr(work_lib, "run", None)
+  assert work_lib.run_all(folder) == exits.Exit.DIVERGED
 
 
 def test_all_processes_train_the_run_that_the_first_chooses(sweep, monkeypatch):
@@ -398,11 +399,11 @@ def test_all_processes_train_the_run_that_the_first_chooses(sweep, monkeypatch):
     return exits.Exit.DONE
 
   # As in the second of two processes.
-  monkeypatch.setattr(worker, "_is_first", lambda: False)
-  monkeypatch.setattr(worker, "_agree", lambda value: value)
-  monkeypatch.setattr(worker, "_agree_on_text", lambda name: told.pop(0))
-  monkeypatch.setattr(worker, "work", work)
-  assert worker.work_all(folder) == exits.Exit.DONE
+  monkeypatch.setattr(work_lib, "_is_first", lambda: False)
+  monkeypatch.setattr(work_lib, "_agree", lambda value: value)
+  monkeypatch.setattr(work_lib, "_agree_on_text", lambda name: told.pop(0))
+  monkeypatch.setattr(work_lib, "run", work)
+  assert work_lib.run_all(folder) == exits.Exit.DONE
   assert begun == [chosen]
 
 
@@ -421,19 +422,19 @@ def test_a_sweep_has_one_text(sweep, monkeypatch):
     told.append(text_of)
     raise OSError("not trained")
 
-  monkeypatch.setattr(worker.loop, "train_and_evaluate", train_and_evaluate)
-  worker.work(folder, fresh)
+  monkeypatch.setattr(work_lib.loop, "train_and_evaluate", train_and_evaluate)
+  work_lib.run(folder, fresh)
   (folder / begun / run_folder.DATA).write_text(json.dumps(texts))
-  worker.work(folder, fresh)
-  worker.work(folder, begun)
+  work_lib.run(folder, fresh)
+  work_lib.run(folder, begun)
   path = folder / fresh / folder_lib.RUN
   values = json.loads(path.read_text())
   values["config"]["data"] |= {"seed": 7, "sequence_length": 32}
   path.write_text(json.dumps(values))
-  worker.work(folder, fresh)
+  work_lib.run(folder, fresh)
   values["config"]["data"]["validation_fraction"] = 0.5
   path.write_text(json.dumps(values))
-  worker.work(folder, fresh)
+  work_lib.run(folder, fresh)
   assert told == [None, [begun, known], None, [begun, known], None]
 
 
@@ -449,10 +450,10 @@ def test_a_device_that_is_still_in_use_is_no_refusal(
 
   ended = []
   monkeypatch.setattr(state_lib.jax, "devices", devices)
-  monkeypatch.setattr(worker.os, "_exit", ended.append)
+  monkeypatch.setattr(work_lib.os, "_exit", ended.append)
   worker.main([f"--folder={folder}"])
   assert ended == [exits.Exit.AGAIN]
   line = "error: Unable to initialize backend 'tpu': it is in use\n"
   assert line in capsys.readouterr().err
-  assert not worker.claims.is_held(workdir)
+  assert not work_lib.claims.is_held(workdir)
   assert state_lib.read(workdir) == state_lib.State()

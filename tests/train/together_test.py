@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A seed that is trained with others is the run that it is alone."""
 
+import dataclasses
 import json
 import re
 
@@ -124,6 +125,34 @@ def test_groups_resume_where_they_were_stopped(runs, alone, tmp_path):
   rows = metrics.read_rows(tmp_path / runs[0].name)
   events = [row["event"] for row in rows if row["split"] == "event"]
   assert events[0] == "start" and "resume" in events
+
+
+def test_a_killed_process_loses_the_steps_since_its_last_save(
+  runs, alone, tmp_path
+):
+  """Nothing is closed, as after a kill -9 beyond the save at step 4."""
+  saved = [
+    dataclasses.replace(
+      run, config=run.config | {"checkpoint": run.config["checkpoint"] | {
+        "every_steps": 4}},
+    )
+    for run in runs if run.overrides["residual"] == SCHEMES[0]
+  ]  # fmt: skip
+  folder_lib.prepare(tmp_path, saved, "here")
+  group = together.Group(
+    [folder_lib.run_config(run) for run in saved],
+    [tmp_path / run.name for run in saved],
+    together.Batches(),
+  )
+  group.compile_train()
+  while group.step < 6:
+    group.advance()
+  assert launcher.launch(saved, tmp_path, launchers.Options()) == 0
+  _assert_same(tmp_path, {run.name: alone[run.name] for run in saved})
+  rows = metrics.read_rows(tmp_path / saved[0].name)
+  (resume,) = [row for row in rows if row.get("event") == "resume"]
+  assert resume["step"] == 4 and resume["lost_steps"] == 2
+  group.close()
 
 
 def test_a_seed_that_diverges_leaves_the_others(

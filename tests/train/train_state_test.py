@@ -414,3 +414,23 @@ def test_the_state_is_donated():
   batch = _batch(documents=True)
   program.train_step(state, sharding.shard_batch(batch, program.mesh))
   assert leaf.is_deleted()
+
+
+@pytest.mark.more
+def test_programs_of_depth_attention_are_a_few_times_as_large():
+  """Instructions of the compiled step of 16 sublayers in 2 blocks, on a CPU.
+
+  Compile time follows them: 2.2 and 7.1 times PreNorm's.
+  """
+
+  def count(name):
+    config = _config(name)
+    model = dataclasses.replace(config.model, num_layers=8)
+    program = _program(dataclasses.replace(config, model=model))
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 7), jnp.int32)}
+    lowered = program.train_step.lower(program.abstract_state, batch)
+    return lowered.compile().as_text().count(" = ")
+
+  prenorm = count("prenorm")
+  assert count("block_attnres") < 2.4 * prenorm
+  assert count("full_attnres") < 7.5 * prenorm

@@ -7,7 +7,7 @@
 Works on any machine of the cluster. Each run is a `JaxTrainer` of Ray Train: it
 reserves whole slices, starts one worker per host at the same time, connects
 them (`jax.distributed`, and over several slices Megascale), and calls
-`worker.work` in all of them. When a worker fails, dies or loses its node, Ray
+`work.run` in all of them. When a worker fails, dies or loses its node, Ray
 restarts the whole gang, and the run resumes from its last checkpoint. A run
 that diverged or was refused is not restarted. Runs wait until their slices are
 free.
@@ -31,6 +31,7 @@ from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep import work
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
@@ -155,12 +156,12 @@ def _work(config: Mapping[str, str]) -> int:
   # After a restart, the lease of the previous worker may still be valid.
   patience = 2 * claims.LEASE_SECONDS
   try:
-    result = worker.work(config["folder"], config["name"], patience)
+    result = work.run(config["folder"], config["name"], patience)
   except config_lib.ConfigError as error:
     print(f"error: {error}")
     return exits.Exit.NEVER
   # The others wait for a worker whose input alone was refused.
-  refused = result == exits.Exit.NEVER and not worker.all_come(config["name"])
+  refused = result == exits.Exit.NEVER and not work.all_come(config["name"])
   if refused or result in (exits.Exit.AGAIN, exits.Exit.STOPPED):
     raise RunError(f"{config['name']}: {state_lib.OF_EXIT[result]}")
   return result

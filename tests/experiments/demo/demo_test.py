@@ -97,7 +97,7 @@ def test_networks_are_opened_when_all_runs_are_done(tmp_path, monkeypatch):
   last = leave(tmp_path)[-1]
   tiny_sweep.leave(tmp_path, last, status=state_lib.RUNNING)
   page = report.render(tmp_path, monitor.of_folder(tmp_path))
-  assert "31/32 done" in page and "Where sublayers look" not in page
+  assert "47/48 done" in page and "Where sublayers look" not in page
 
 
 @pytest.mark.slow

@@ -78,8 +78,8 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch, tmp_path):
 @pytest.mark.parametrize("come", [True, False])
 def test_a_worker_that_is_refused_alone_ends_its_gang(monkeypatch, come):
   never = exits.Exit.NEVER
-  monkeypatch.setattr(launcher.worker, "work", lambda *_: never)
-  monkeypatch.setattr(launcher.worker, "all_come", lambda _: come)
+  monkeypatch.setattr(launcher.work, "run", lambda *_: never)
+  monkeypatch.setattr(launcher.work, "all_come", lambda _: come)
   expected = contextlib.nullcontext()
   if not come:
     expected = pytest.raises(launcher.RunError, match="a_run: refused")

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker does: claims runs of a sweep's folder and trains them.
+
+`worker` has its command, and checks the flags before this module imports JAX.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from typing import Any, NoReturn
+
+from etils import epath
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+from orbax.checkpoint import multihost
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import exits
+from attnres_jax.common import files
+from attnres_jax.common import plans
+from attnres_jax.config import errors
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import damage
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import account
+from attnres_jax.train import claims
+from attnres_jax.train import loop
+from attnres_jax.train import metrics
+from attnres_jax.train import run_folder
+from attnres_jax.train import signals
+
+ERROR = "error.txt"
+# How often a worker without --run tries a run that fails.
+MAX_TRIES = 3
+_POLL_SECONDS = 5.0
+_BARRIER_SECONDS = 60.0
+# Fields of `data` that may differ between runs on one text, at one value.
+_READ_OTHERWISE: dict[str, Any] = dict(
+  sequence_length=1, batch_size=1, segment_ids=False, max_epochs=1.0, seed=0,
+  num_threads=0,
+)  # fmt: skip
+# In place of the name of a run.
+_NONE_LEFT, _WAIT = "", "..."
+
+Exit = exits.Exit
+
+
+def run(
+  folder: epath.PathLike, name: str, patience_seconds: float = 0.0
+) -> Exit:
+  """Claims and trains a run; all processes of the run call it.
+
+  Signals only stop it in the main thread. If there are several processes, call
+  `jax.distributed.initialize` first.
+
+  Args:
+    folder: of the sweep.
+    name: of the run.
+    patience_seconds: how long to wait for a run whose worker may be dead. In an
+      object store, this is only known after `claims.LEASE_SECONDS`.
+
+  Raises:
+    ConfigError: there is no such run.
+  """
+  described = folder_lib.read_run(folder, name)
+  workdir = epath.Path(folder) / name
+  attempt, verdict = None, None
+  if _is_first():
+    attempt, verdict = _begin(workdir, patience_seconds)
+  verdict = _agree(-1 if verdict is None else verdict)
+  if verdict >= 0:
+    return Exit(verdict)
+  result, error = _train(described, workdir, attempt)
+  if attempt is not None:
+    try:
+      attempt.end(state_lib.OF_EXIT[result], error)
+    except OSError as failure:
+      say_failure(name, failure)
+      result = Exit.AGAIN
+  return result
+
+
+def run_all(
+  folder: epath.PathLike, patience_seconds: float = 0.0, only: str = ""
+) -> Exit:
+  """Trains the open runs of a sweep one after another; all processes call it.
+
+  Args:
+    folder: of the sweep.
+    patience_seconds: how long to wait, once no run is open, for runs that other
+      workers hold and may leave.
+    only: regular expression over the names of runs to train.
+
+  Returns:
+    DONE if every run is done or held by a live worker; otherwise how one of the
+    others ended.
+
+  Raises:
+    ConfigError: the folder has no such runs, or a damaged list of runs.
+  """
+  tries: collections.Counter[str] = collections.Counter()
+  deadline = time.monotonic() + patience_seconds
+  expression = grid.compile_pattern(only)
+  while True:
+    names = [n for n in folder_lib.names(folder) if expression.search(n)]
+    if not names and only:
+      config_lib.fail_argument("--only", only, f"names of runs in {folder}")
+    if not names:
+      config_lib.fail_argument("--folder", str(folder), "the folder of a sweep")
+    late = time.monotonic() >= deadline
+    # Its name, since a launch may change the list while processes read it.
+    name = _choose(folder, names, tries, late) if _is_first() else ""
+    name = _agree_on_text(name)
+    if name == _NONE_LEFT:
+      break
+    if name == _WAIT:
+      time.sleep(min(_POLL_SECONDS, patience_seconds))
+      continue
+    tries[name] += 1
+    print(f"worker: {name}", flush=True)
+    result = run(folder, name)
+    print(f"worker: {name}: {result.name.lower()}", flush=True)
+    if result == Exit.STOPPED:
+      return result
+    refused = result == Exit.NEVER and not all_come(f"{name} {tries[name]}")
+    if jax.process_count() > 1 and (refused or result == Exit.AGAIN):
+      # Another process may be gone, or wait for this one, whose input alone
+      # was refused; all start again together.
+      return Exit.AGAIN
+    deadline = time.monotonic() + patience_seconds
+  return Exit(_agree(_outcome(folder, names) if _is_first() else 0))
+
+
+def keep_programs(folder: str) -> None:
+  """Keeps compiled programs for later runs; settings of the user count."""
+  if jax.config.values["jax_compilation_cache_dir"]:
+    return
+  cache = epath.Path(folder) / folder_lib.COMPILED
+  if files.is_remote(folder):
+    cache = epath.Path(tempfile.gettempdir()) / f"attnres_jax_{os.getuid()}"
+  elif not (epath.Path(folder) / folder_lib.SWEEP).exists():
+    return  # Nothing is trained in a folder without a sweep.
+  jax.config.update("jax_compilation_cache_dir", str(cache))
+  if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@contextlib.contextmanager
+def stopping_between_runs(distributed: bool):
+  """Signals end the worker with STOPPED while it trains nothing.
+
+  Under `jax.distributed` JAX handles SIGTERM, from the first run on.
+  """
+  end = lambda number, frame: os._exit(Exit.STOPPED)
+  kinds = [] if distributed else signals.KINDS
+  previous = {
+    kind: signal.signal(kind, end)
+    for kind in kinds
+    if signal.getsignal(kind) is not signal.SIG_IGN
+  }
+  try:
+    yield
+  finally:
+    for kind, handler in previous.items():
+      signal.signal(kind, handler)
+
+
+def _choose(
+  folder: epath.PathLike,
+  names: Sequence[str],
+  tries: Mapping[str, int],
+  late: bool,
+) -> str:
+  """The name of a run to train, _WAIT or _NONE_LEFT.
+
+  A run that kills its process is counted in its state only. After some attempts
+  it makes way for the others, or a worker that is started again and again would
+  train nothing else.
+  """
+  held = False
+  states = [state_lib.read(epath.Path(folder) / name) for name in names]
+  order = sorted(
+    range(len(names)),
+    key=lambda i: (tries[names[i]], states[i].attempts // MAX_TRIES),
+  )
+  for index in order:
+    name = names[index]
+    workdir = epath.Path(folder) / name
+    status = states[index].status
+    if status not in state_lib.OPEN or tries[name] >= MAX_TRIES:
+      continue
+    with contextlib.suppress(config_lib.ConfigError):
+      if claims.is_held(workdir):
+        held = True
+      # Its worker may have ended it since its state was read.
+      elif state_lib.read(workdir).status in state_lib.OPEN:
+        folder_lib.read_run(folder, name)  # Damaged ones are left out.
+        return name
+  return _WAIT if held and not late else _NONE_LEFT
+
+
+def all_come(place: str) -> bool:
+  """Whether all processes call this within a minute."""
+  wait = multihost.get_barrier_sync_fn()
+  try:
+    wait(key=place, timeout_ms=round(1000 * _BARRIER_SECONDS))
+  except RuntimeError:
+    return False
+  return True
+
+
+def _outcome(folder: epath.PathLike, names: Sequence[str]) -> Exit:
+  """The worst status of the runs that nobody is training."""
+  found = {Exit.DONE}
+  for name in names:
+    workdir = epath.Path(folder) / name
+    status = state_lib.read(workdir).status
+    if status == state_lib.DAMAGED:
+      found.add(Exit.NEVER)
+    elif status in state_lib.OPEN and not claims.is_held(workdir):
+      found.add(_of_open(folder, name))
+    elif status in (state_lib.REFUSED, state_lib.DIVERGED):
+      found.add(Exit.NEVER if status == state_lib.REFUSED else Exit.DIVERGED)
+  order = Exit.AGAIN, Exit.NEVER, Exit.DIVERGED, Exit.DONE
+  return next(one for one in order if one in found)
+
+
+def _of_open(folder: epath.PathLike, name: str) -> Exit:
+  """Whether another worker can train an open run."""
+  try:
+    folder_lib.read_run(folder, name)
+  except config_lib.ConfigError:
+    return Exit.NEVER  # Its description is missing or damaged.
+  return Exit.AGAIN
+
+
+def _begin(
+  workdir: epath.Path, patience_seconds: float
+) -> tuple[state_lib.Attempt | None, Exit | None]:
+  """An attempt, or the exit status without one."""
+  deadline = time.monotonic() + patience_seconds
+  while True:
+    try:
+      attempt = state_lib.begin(workdir)
+    except (config_lib.ConfigError, OSError) as error:
+      _say(f"error: {error}")
+      return None, exits.of_error(error)
+    if attempt is not None:
+      return attempt, None
+    if state_lib.read(workdir).status == state_lib.DONE:
+      return None, Exit.DONE
+    if time.monotonic() >= deadline:
+      _say(f"{workdir.name}: another worker is training it")
+      return None, Exit.AGAIN
+    time.sleep(claims.HEARTBEAT_SECONDS)
+
+
+def _train(
+  run: grid.Run, workdir: epath.Path, attempt: state_lib.Attempt | None
+) -> tuple[Exit, str]:
+  """How the run ended, and its error for the state file."""
+  try:
+    config = folder_lib.run_config(run)
+    text = _agree_on_text(_text_of_others(workdir, run) if _is_first() else "")
+    summary = loop.train_and_evaluate(
+      config,
+      workdir,
+      text_of=json.loads(text) if text else None,
+      claim=None if attempt is None else attempt.claim,
+      leave=functools.partial(_leave_early, attempt),
+      plans=workdir.parent / plans.COPY,
+    )
+  except Exception as error:
+    errors.without_jax_notes(error)
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    trace = traceback.format_exc()
+    if files.is_disk_full(error):
+      say_failure(run.name, error)
+    else:
+      _say(trace)
+    _leave_error(workdir, attempt, text, trace)
+    return exits.of_error(error), text
+  if attempt is not None and "tokens" in summary:  # Not in old ones.
+    # As `status` shows it, and more than in the summary; see `state.State`.
+    cost = {"tokens": summary["tokens"], "chip_hours": attempt.chip_hours}
+    print(account.end_line(cost))
+  if summary["status"] == "stopped":
+    return Exit.STOPPED, ""
+  diverged = _diverged(summary, config)
+  if diverged:
+    _leave_error(workdir, attempt, diverged, "")
+    return Exit.DIVERGED, diverged
+  return Exit.DONE, ""
+
+
+def _text_of_others(workdir: epath.Path, run: grid.Run) -> str:
+  """As JSON, a run that has begun with the same text, and its fingerprints.
+
+  Paths may change between two launches of a sweep; its text must not. Empty if
+  no run has begun, or if this one has, which knows its own text.
+  """
+  same = lambda run: dataclasses.replace(
+    folder_lib.run_config(run).data, **_READ_OTHERWISE
+  )
+  folder = workdir.parent
+  if (workdir / run_folder.DATA).exists():
+    return ""
+  for name in folder_lib.names(folder):
+    # A run without this file has not begun, and a damaged one is no witness.
+    with contextlib.suppress(FileNotFoundError, ValueError):
+      known = run_folder.fingerprints(
+        damage.read_object(folder / name / run_folder.DATA)
+      )
+      if same(folder_lib.read_run(folder, name)) == same(run):
+        return json.dumps([name, known])
+  return ""
+
+
+def _leave_error(
+  workdir: epath.Path,
+  attempt: state_lib.Attempt | None,
+  text: str,
+  trace: str,
+) -> None:
+  """Writes error.txt; error.N.txt on process N of several."""
+  index = jax.process_index()
+  number = "" if attempt is None else f"attempt {attempt.number}, "
+  try:
+    rows = metrics.last_rows(workdir)
+    step = rows.get("train", {}).get("step", 0)
+    head = f"{number}step {step}, process {index} on {socket.gethostname()}"
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    name = f"error.{index}.txt" if index else ERROR
+    files.write(workdir / name, f"{head}, {at}\n{text}\n\n{trace}")
+  except (OSError, config_lib.ConfigError, config_lib.RunError):
+    pass  # The disk or store may be what failed; the text is in the log.
+
+
+def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
+  """Why a finished run counts as diverged; empty if it does not."""
+  steps, skipped = summary["step"], summary.get("skipped", 0)
+  most = config.train.max_skipped_share
+  if skipped > most * steps:
+    return (
+      f"{skipped} of {steps} steps were skipped, since a loss or gradient was"
+      f" not finite; train.max_skipped_share is {most:g}"
+    )
+  if jax.process_index() == 0 and summary.get("validation_loss") is None:
+    return "the validation loss is not finite"
+  return ""
+
+
+def _leave_early(attempt: state_lib.Attempt | None, step: int) -> NoReturn:
+  """Ends this process even while its main thread is compiling."""
+  del step
+  if attempt is not None:
+    try:
+      attempt.end(state_lib.STOPPED)
+    except Exception as error:  # The next attempt resumes all the same.
+      say_failure("", error)
+  os._exit(Exit.STOPPED)
+
+
+def _is_first() -> bool:
+  return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def _agree(value: int) -> int:
+  """The value of the first process, on all of them."""
+  if not jax.distributed.is_initialized():
+    return int(value)
+  return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def _agree_on_text(name: str) -> str:
+  """The same, for a short text."""
+  if not jax.distributed.is_initialized():
+    return name
+  return claims.of_process_0(name)
+
+
+def say_failure(name: str, error: Exception) -> None:
+  """One line: where, and of a disk the bytes needed and free."""
+  where = getattr(error, "filename", None) or name
+  where = f"{where}: " if where else ""
+  text = str(getattr(error, "strerror", None) or error)
+  _say(f"error: {where}{' '.join(text.split())}")
+
+
+def _say(text: str) -> None:
+  with contextlib.suppress(OSError):  # The log may be on a full disk.
+    print(text, file=sys.stderr, flush=True)
