@@ -73,7 +73,7 @@ print(f"{time.perf_counter() - start:.0f} s in all")
 
 # %% [markdown]
 # With one seed, small networks and a minute of training, a difference is a hint
-# at best. `make demo` trains eight seeds of each, and writes a report.
+# at best. `make demo` trains twelve seeds of each, and writes a report.
 #
 # ## Look at the depth weights
 #

@@ -107,8 +107,8 @@ def test_the_command_trains_and_reports(tmp_path, monkeypatch):
   flags = [f"--config={SPEC}:runlocal", f"--workdir={tmp_path}"]
   assert cli.main(run_lib.EXPERIMENT, flags) == 0
   assert cli.main(run_lib.EXPERIMENT, ["collect", *flags]) == 0
-  # Four schemes with eight seeds.
-  assert len(csv_rows.read(tmp_path / "rows.csv")) == 32
+  # Four schemes with twelve seeds.
+  assert len(csv_rows.read(tmp_path / "rows.csv")) == 48
   page = (tmp_path / "report.html").read_text()
   assert "Block AttnRes, pre-MLP" in page and "Magnitudes" in page
 
