@@ -41,7 +41,8 @@ def runs(tmp_path_factory):
       "model.residual.name": overrides["residual"],
       "seed": overrides["seed"], "data.seed": overrides["data.seed"],
     }  # fmt: skip
-    return config_lib.to_dict(config_lib.load_config(tiny_run.SPEC, given))
+    config = config_lib.load_config(tiny_run.SPEC, given, by_hand=())
+    return config_lib.to_dict(config)
 
   sweep = grid.Sweep(resolve)
   for seed in SEEDS:
