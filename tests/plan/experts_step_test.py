@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four layers of the scaling sweep's largest network, compiled."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from attnres_jax.common import plans
+from attnres_jax.common import topology
+from attnres_jax.plan import hlo
+from attnres_jax.plan import schedule
+from experiments.cost import networks
+
+
+def misuses(program: hlo.Program, model, shards: int) -> list[str]:
+  """Copies of expert weights in memory, and float32 scatters of rows.
+
+  A weight is of one layer, of all experts of a device or of the part that it
+  stores; gate and up are one array.
+  """
+  moe = model.moe
+  rows = moe.num_experts * moe.expert_width // shards
+  sizes = {
+    number * cut * rows * model.width for number in (1, 2, 3) for cut in (1, 4)
+  }
+  lines = []
+  for name in program.runs:
+    for one in program.computations[name].values():
+      for array in one.arrays:
+        size = math.prod(array.dims)
+        moves = one.op == "copy" and array.in_hbm and name not in program.fused
+        if moves and size in sizes:
+          lines.append(f"{one.name}: copy of {array}")
+        is_wide = array.dtype == "f32" and model.width in array.dims
+        if one.op == "scatter" and is_wide and "part<moe>" in one.op_name:
+          lines.append(f"{one.name}: scatter to {array}")
+  return lines
+
+
+@pytest.mark.slow
+@pytest.mark.needs("libtpu")
+def test_experts_copy_no_weights_and_scatter_no_rows():
+  slice_name = "v6e-16"
+  run = networks.load("436m").run
+  row = plans.find(run, topology.devices(slice_name))
+  config = plans.apply(run, plans.overrides_of(row))
+  model = dataclasses.replace(config.model, num_layers=4)
+  config = dataclasses.replace(config, model=model)
+  text = schedule.compile_step(config, slice_name).text
+  for name in ("forward", "backward", "sum_rows"):
+    assert f"experts_{name}" in text
+  assert not misuses(hlo.Program(text), model, 16)
+
+
+def test_what_counts_as_misuse():
+  """The check would see both."""
+  model = networks.load("436m").run.model
+  rows = model.moe.num_experts * model.moe.expert_width // 16
+  copy = f"f32[{rows},{model.width}]{{0,1:T(8,128)}}"
+  wide = f"f32[64,{model.width}]{{1,0:T(8,128)}}"
+  text = f"""\
+ENTRY %main (l: {copy}) -> {copy} {{
+  %l = {copy} parameter(0)
+  %s = {wide} scatter(%l, %l, %l), metadata={{op_name="part<moe>/scatter"}}
+  ROOT %c = {copy} copy(%l)
+}}
+"""
+  lines = misuses(hlo.Program(text), model, 16)
+  assert [re.sub(":.*", "", line) for line in lines] == ["%s", "%c"]
