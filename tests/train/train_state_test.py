@@ -420,7 +420,8 @@ def test_the_state_is_donated():
 def test_programs_of_depth_attention_are_a_few_times_as_large():
   """Instructions of the compiled step of 16 sublayers in 2 blocks, on a CPU.
 
-  Compile time follows them: 2.2 and 7.1 times PreNorm's.
+  Compile time follows them: 2.2 and 7.1 times PreNorm's. With autodiff of the
+  forward pass of depth attention, these are 2.6 and 10.5.
   """
 
   def count(name):
