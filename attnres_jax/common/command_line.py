@@ -190,6 +190,10 @@ class Parser(argparse.ArgumentParser):
     None, and `given` the names of all arguments that are not defaults.
     """
     args = list(sys.argv[1:] if args is None else args)
+    for arg in args:
+      if not fields_lib.is_unicode(arg):
+        name, _, value = arg.rpartition("=")
+        stop(f"{name or 'argument'}: got {value!r}, expected text in UTF-8")
     if self._has_config:
       args = list(_with_fields(args))
     options = super().parse_args(args, namespace)
@@ -205,6 +209,11 @@ class Parser(argparse.ArgumentParser):
       if arg.partition("=")[0] in action.option_strings
     }
     self._check_needs(options, given)
+    if "plans" in given:  # Also where this command needs no plan.
+      try:
+        plans.rows(options.plans)
+      except (config_lib.ConfigError, ImportError, OSError) as error:
+        stop(f"--plans: {error}".replace("--plans: --plans:", "--plans:"))
     if self._has_config:
       options.given = given
       fields = dict(one.partition("=")[::2] for one in options.config_fields)

@@ -5,6 +5,7 @@ Every launcher maps them: a run that diverged or was refused is not restarted.
 """
 
 import enum
+import errno
 import sys
 
 from attnres_jax import config as config_lib
@@ -14,6 +15,10 @@ _NEVER = (
   config_lib.ConfigError, config_lib.RunError, ImportError, AssertionError,
   AttributeError, LookupError, NameError, NotImplementedError, TypeError,
 )  # fmt: skip
+
+
+# So does a path that cannot be what it should be.
+_PATHS = (errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class Exit(enum.IntEnum):
@@ -47,6 +52,8 @@ def of_error(error: BaseException) -> Exit:
   """The status for an exception that ended a run."""
   if isinstance(error, DivergedError):
     return Exit.DIVERGED
+  if isinstance(error, OSError) and error.errno in _PATHS:
+    return Exit.NEVER
   # Some errors of a store are ConfigErrors, too.
   if isinstance(error, (HeldError, OSError)):
     return Exit.AGAIN

@@ -254,6 +254,8 @@ def check_path(
   if not path or "\0" in path or (remote and scheme not in schemes):
     kinds = [f"{scheme}://" for scheme in schemes]
     config_lib.fail_argument(name, path, " or ".join(["a local path", *kinds]))
+  if remote and not remote.partition("/")[0]:
+    config_lib.fail_argument(name, path, f"a bucket, as in {scheme}://BUCKET")
   if remote:
     checked = epath.Path(path)
     with stores.reaching(path):
@@ -261,8 +263,10 @@ def check_path(
     return checked
   checked = epath.Path(path).expanduser()
   try:
-    checked.exists()
-  except Exception as error:
+    os.stat(checked)
+  except (FileNotFoundError, NotADirectoryError):
+    pass
+  except (OSError, ValueError) as error:  # Such as links in a circle.
     reason = getattr(error, "strerror", None) or error
     config_lib.fail_argument(name, path, f"a path that can be read ({reason})")
   return checked
@@ -352,7 +356,11 @@ def check_output(name: str, path: epath.PathLike, marks: Sequence[str]) -> None:
   Raises:
     ConfigError: somebody else's file is there.
   """
-  path = epath.Path(path)
+  path = check_path(name, os.fspath(path))
+  if path.is_dir():
+    config_lib.fail_argument(
+      name, str(path), "a file, which this folder is not"
+    )
   refuse_foreign(name, path.parent, {path.name: marks})
 
 
@@ -360,8 +368,8 @@ def write_output(
   name: str, path: epath.PathLike, content: str, marks: Sequence[str]
 ) -> None:
   """Writes a file, after `check_output`, in a folder that is made if needed."""
-  path = epath.Path(path)
   check_output(name, path, marks)
+  path = epath.Path(path)
   if not is_remote(path):
     path.parent.mkdir(parents=True, exist_ok=True)
   write(path, content)

@@ -9,6 +9,8 @@ the same step, whatever their seed, rates and number of steps are.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import csv
 import dataclasses
 import hashlib
 import json
@@ -112,8 +114,18 @@ def rows(path: Path = FILE) -> list[dict[str, str]]:
   Raises:
     ConfigError: it is another file.
   """
-  found = csv_rows.read(path) if epath.Path(path).exists() else []
-  if missing := [name for name in _KEYS if found and name not in found[0]]:
+  checked = files.check_path("--plans", os.fspath(path))
+  if not checked.exists():
+    return []
+  found, columns = [], ""
+  if files.is_file(checked):
+    with contextlib.suppress(ValueError, csv.Error):  # Not even text.
+      text = files.read(checked).decode()
+      found, columns = csv_rows.parse(text), text.partition("\n")[0].strip()
+      if not text:
+        return []
+  missing = [name for name in _KEYS if name not in columns.split(",")]
+  if missing:
     config_lib.fail_argument(
       "--plans", str(path), f"a file of plans, with a column {missing[0]}"
     )

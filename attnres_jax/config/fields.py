@@ -175,7 +175,14 @@ def accept(name: str, value: Any, kind: Any) -> Any:
     errors.fail_argument(name, value, f"a value of type {kind.__name__}")
   if isinstance(value, str) and "\0" in value:
     errors.fail_argument(name, value, "text without a null character")
+  if isinstance(value, str) and not is_unicode(value):
+    errors.fail_argument(name, value, "text in UTF-8")
   return _number(name, value, kind) if kind in (int, float) else value
+
+
+def is_unicode(text: str) -> bool:
+  """Whether it is UTF-8; names of files and arguments may be any bytes."""
+  return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def integer(text: str) -> int:

@@ -13,7 +13,7 @@ from attnres_jax.config import model as model_lib
 # 256 byte values and one separator between documents.
 BYTE_VOCAB_SIZE = 257
 # A condition of `fields.acts`.
-_PIPELINED = fields.Accepted(lambda stage: stage != 1, "more than 1")
+_PIPELINED = fields.Accepted(lambda n: n != 1, "more than 1 by mesh.stage")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,9 +365,7 @@ class RunConfig(fields.Checked):
   checkpoint: CheckpointConfig = CheckpointConfig()
   log: LogConfig = LogConfig()
   mesh: MeshConfig = MeshConfig()
-  pipeline: PipelineConfig = fields.acts(
-    PipelineConfig(), **{"mesh.stage": _PIPELINED}
-  )
+  pipeline: PipelineConfig = fields.acts(PipelineConfig(), stages=_PIPELINED)
 
   def __post_init__(self):
     super().__post_init__()
@@ -386,6 +384,11 @@ class RunConfig(fields.Checked):
     ):
       accepted = f"'float32' with {why}"
       self.model.require(is_wide or not prevents, "parameter_dtype", accepted)
+
+  @property
+  def stages(self) -> int:
+    """Ranks of a pipeline; 0 if a plan will say."""
+    return self.mesh.stage if self.optim.accumulate_steps else 0
 
   def with_vocab_size(self, vocab_size: int) -> "RunConfig":
     """The same run, with the tokenizer's vocabulary size filled in.

@@ -31,6 +31,7 @@ from etils import epath
 from attnres_jax import config as config_lib
 from attnres_jax.common import files as files_lib
 from attnres_jax.common import stores
+from attnres_jax.config import fields
 from attnres_jax.data import documents
 
 COMPRESSED = (".gz", ".zst")
@@ -222,7 +223,11 @@ def _list(field: str, path: str, suffixes: Sequence[str]) -> list[File]:
   if not names:
     kind = " or ".join(f"*{s}" for s in suffixes) or "files"
     config_lib.fail(field, path, f"a file, or a folder or glob with {kind}")
-  return [File(field, name, root / name) for name in sorted(names)]
+  found = [File(field, name, root / name) for name in sorted(names)]
+  for file in found:
+    if not fields.is_unicode(file.name):  # It says which split a text is in.
+      file.fail("files whose names are UTF-8")
+  return found
 
 
 def _named(files: list[File], split: str, all_named: bool) -> list[File]:

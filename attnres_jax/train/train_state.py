@@ -31,7 +31,6 @@ from attnres_jax.models.residuals import base
 from attnres_jax.optimizer import groups
 from attnres_jax.optimizer import qk_clip
 from attnres_jax.pipeline import spmd
-from attnres_jax.train import described
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -94,11 +93,13 @@ def make_program(config: config_lib.RunConfig, mesh: Mesh) -> "Program":
     ConfigError: the config does not describe a model, an optimiser and a batch
       that fit the mesh.
   """
-  described.check(config)
   sharding.check_divides(config, mesh)
+  if config.optim.qk_clip:
+    qk_clip.check(config)
   pipelined = mesh.shape[sharding.STAGE] > 1
   make: Any = spmd.make_pipeline if pipelined else _Whole
   network = make(config, mesh)
+  optimizer_lib.make_schedule(config.optim, config.train.steps)
   shapes = jax.eval_shape(lambda: init(config, config.seed))
   state = sharding.with_sharding(shapes, sharding.state_sharding(shapes, mesh))
   return Program(config, mesh, network, state)

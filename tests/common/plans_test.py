@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import main
 from attnres_jax.common import plans
 from attnres_jax.common import sharding
 from attnres_jax.train import run_folder
@@ -71,6 +72,26 @@ def test_fields_at_their_defaults_do_not_matter(file, monkeypatch):
 
   monkeypatch.setattr(config_lib, "to_dict", later)
   assert row is not None and row == plans.find(_config(), DEVICES, file)
+
+
+def test_a_file_that_is_no_file_of_plans(tmp_path, capsys):
+  """Refused where it is named, also by commands that need no plan."""
+  (tmp_path / "loop").symlink_to("loop")
+  (tmp_path / "folder").mkdir()
+  (tmp_path / "bytes").write_bytes(b"\xff\xfe\0")
+  (tmp_path / "words").write_text("hello")
+  (tmp_path / "others.csv").write_text("a,b\n1,2\n")
+  for name in ("loop", "folder", "bytes", "words", "others.csv"):
+    with pytest.raises(config_lib.ConfigError, match="^--plans: got"):
+      plans.rows(tmp_path / name)
+    with pytest.raises(SystemExit) as stop:
+      main.make_parser().parse_args([f"--plans={tmp_path / name}"])
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: --plans: got") and text.count("\n") == 1
+  (tmp_path / "empty.csv").touch()
+  for name in ("empty.csv", "new.csv"):
+    assert plans.rows(tmp_path / name) == []
 
 
 @pytest.mark.parametrize("field", plans.COLUMNS.values())
@@ -164,11 +185,11 @@ def test_a_plan_may_be_a_pipeline(file):
 
 
 def test_a_plan_of_another_scheme_is_that_of_the_same_network(file):
-  other = {"model.residual.name": "prenorm"}
+  prenorm = plans.apply(_config(), {"model.residual.name": "prenorm"})
   schemes = ("block_attnres", "prenorm")
-  found = plans.under_other_schemes(_config(**other), DEVICES, schemes, file)
+  found = plans.under_other_schemes(prenorm, DEVICES, schemes, file)
   assert found == OVERRIDES
-  wider = _config(**other, **{"model.width": 32})
+  wider = plans.apply(prenorm, {"model.width": 32})
   for config, known in ((_config(), schemes), (wider, schemes),
-                        (_config(**other), schemes[1:])):  # fmt: skip
+                        (prenorm, schemes[1:])):  # fmt: skip
     assert plans.under_other_schemes(config, DEVICES, known, file) is None
