@@ -66,6 +66,7 @@ ERRORS = [
   ("optim.decay_fraction", 1.1, "a number from 0 to 1"),
   ("data.validation_fraction", 1.0, "a number between 0 and 1"),
   ("name", "a\0b", "text without a null character"),
+  ("name", "a\udcff", "text in UTF-8"),
   ("model.norm_eps", "1e-6", "a value of type float"),
   ("model.tie_embeddings", 1, "a value of type bool"),
   ("model.residual", "prenorm", "fields of ResidualConfig"),

@@ -90,11 +90,6 @@ class _Format(
     return action.help if plain else super()._get_help_string(action)
 
 
-class _HelpConfig(argparse.Action):
-  def __call__(self, parser, namespace, values, option_string=None):
-    parser.exit(run(lambda: print(describe.to_text(values or ""))))
-
-
 class Parser(argparse.ArgumentParser):
   """The flags of a command: with defaults in --help, and one-line errors."""
 
@@ -162,10 +157,11 @@ class Parser(argparse.ArgumentParser):
     )
     group.add_argument(
       "--help_config",
-      action=_HelpConfig,
       nargs="?",
+      const="",
       metavar="PART",
-      help="lists all fields, or the fields of a part such as model.residual",
+      help="lists all fields, or the fields of a part such as model.residual,"
+      " with the values of --config if it is given",
     )
 
   def add_fields(self, cls: type, **defaults: Any) -> None:
@@ -196,6 +192,8 @@ class Parser(argparse.ArgumentParser):
         stop(f"{name or 'argument'}: got {value!r}, expected text in UTF-8")
     if self._has_config:
       args = list(_with_fields(args))
+    if self._has_config and (asked := _help_config(args)) is not None:
+      self.exit(run(_print_fields, *asked))
     options = super().parse_args(args, namespace)
     for action in self._actions:
       if hasattr(options, action.dest) and action.type is not text:
@@ -367,6 +365,29 @@ def _with_fields(args: Sequence[str]) -> Iterator[str]:
     elif value is None:
       value = "true" if kind is bool else next(rest, "")
     yield f"{_FIELD}={field}={value}"
+
+
+def _help_config(
+  args: Sequence[str],
+) -> tuple[str, config_lib.Source | None] | None:
+  """What --help_config asks for: a part, and the config that is named."""
+  parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+  parser.add_argument("--help_config", nargs="?", const="")
+  parser.add_argument("--config")
+  parser.add_argument(_FIELD, dest="fields", action="append", default=[])
+  found, _ = parser.parse_known_args(args)
+  if found.help_config is None:
+    return None
+  if found.config is None:
+    return found.help_config, None
+  fields = dict(one.partition("=")[::2] for one in found.fields)
+  return found.help_config, config_lib.Source(found.config, fields)
+
+
+def _print_fields(part: str, source: config_lib.Source | None) -> None:
+  """The fields with their defaults, or with the values of a config."""
+  config = config_lib.RunConfig() if source is None else source.load()
+  print(describe.to_text(part, config))
 
 
 def _expanded(value: Any) -> Any:

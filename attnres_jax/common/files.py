@@ -250,11 +250,11 @@ def check_path(
   Raises:
     ConfigError: it cannot be.
   """
-  scheme, remote, _ = path.partition("://")
+  scheme, remote, place = path.partition("://")
   if not path or "\0" in path or (remote and scheme not in schemes):
     kinds = [f"{scheme}://" for scheme in schemes]
     config_lib.fail_argument(name, path, " or ".join(["a local path", *kinds]))
-  if remote and not remote.partition("/")[0]:
+  if remote and not place.partition("/")[0]:
     config_lib.fail_argument(name, path, f"a bucket, as in {scheme}://BUCKET")
   if remote:
     checked = epath.Path(path)

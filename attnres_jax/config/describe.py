@@ -16,13 +16,17 @@ from attnres_jax.config import run
 _WIDTH = 80
 
 
-def to_text(part: str = "") -> str:
+def to_text(part: str = "", config: run.RunConfig = run.RunConfig()) -> str:
   """The fields below `part`, such as "model.residual", or this one field.
+
+  Args:
+    part: of the config; empty for all of it.
+    config: whose values are shown.
 
   Raises:
     ConfigError: the config has no such part.
   """
-  entries = dict(_entries(run.RunConfig, ""))
+  entries = dict(_entries(config, ""))
   found = [
     text
     for name, text in entries.items()
@@ -43,23 +47,24 @@ def meanings(cls: type) -> dict[str, str]:
 
 
 def _entries(
-  cls: type, prefix: str, of_part: dict[str, fields.Accepted] | None = None
+  config: Any, prefix: str, of_part: dict[str, fields.Accepted] | None = None
 ) -> Iterator[tuple[str, str]]:
-  kinds = typing.get_type_hints(cls, include_extras=True)
-  meaning = meanings(cls)
-  for field in dataclasses.fields(cls):
+  kinds = typing.get_type_hints(type(config), include_extras=True)
+  meaning = meanings(type(config))
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
     kind, name = kinds[field.name], prefix + field.name
     if dataclasses.is_dataclass(kind):
-      yield from _entries(kind, name + ".", fields.conditions(field))
+      yield from _entries(value, name + ".", fields.conditions(field))
       continue
     text = meaning.get(field.name, "")
     for other, accepted in ((of_part or {}) | fields.conditions(field)).items():
       text += f" Acts only with {other}={accepted.words}."
-    yield name, _entry(name, kind, field.default, text)
+    yield name, _entry(name, kind, value, text)
 
 
-def _entry(name: str, kind: Any, default: Any, meaning: str) -> str:
-  head = f"--config.{name}={default!r}  ({fields.words(kind, bounds=True)})"
+def _entry(name: str, kind: Any, value: Any, meaning: str) -> str:
+  head = f"--config.{name}={value!r}  ({fields.words(kind, bounds=True)})"
   body = textwrap.fill(
     meaning, _WIDTH, initial_indent="    ", subsequent_indent="    "
   )

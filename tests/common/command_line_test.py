@@ -364,3 +364,29 @@ def test_an_absent_platform_is_one_line(tmp_path):
   assert process.returncode == 2
   line = "error: JAX_PLATFORMS: got 'cuda', expected"
   assert process.stderr.startswith(line) and process.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_flag_is_other_than_utf_8(name, capsys):
+  """Names of files may be any bytes, which Python makes half characters."""
+  for arg in ("--workdir=a\udcff", "\udcff"):
+    with pytest.raises(SystemExit) as stop:
+      PARSERS[name].parse_args([arg])
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert "expected text in UTF-8" in text and text.count("\n") == 1
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_help_config_has_the_values_of_the_config_that_is_named(last, capsys):
+  flags = ["--config=configs/lm.py:size=micro", "--config.optim.peak_lr=0.5"]
+  asked = ["--help_config", "optim"]
+  with pytest.raises(SystemExit) as stop:
+    main.main([*flags, *asked] if last else [*asked, *flags])
+  text = capsys.readouterr().out
+  assert stop.value.code == 0 and "--config.optim.peak_lr=0.5  (" in text
+  steps = config_lib.load_config("configs/lm.py:size=micro").optim.warmup_steps
+  assert f"--config.optim.warmup_steps={steps}  (" in text
+  with pytest.raises(SystemExit) as stop:
+    main.main([*asked, "--config=none.py"])
+  assert stop.value.code == 2 and "none.py" in capsys.readouterr().err

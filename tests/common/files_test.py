@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import stores
 
@@ -125,3 +126,34 @@ def test_commands_that_read_need_no_write_access(tmp_path, monkeypatch):
   monkeypatch.setattr(os, "access", lambda path, mode: False)
   with pytest.raises(config_lib.ConfigError, match="read access to"):
     files.check_folder("--workdir", str(tmp_path), writable=False)
+
+
+@pytest.mark.parametrize(
+  "path", ["gs://", "gs:///x", "s3://", "az://", "ftp://a/b", "", "a\0b"]
+)
+def test_a_path_that_cannot_be_looked_up(path):
+  for check in files.check_path, lambda *of: files.check_output(*of, ("x",)):
+    with pytest.raises(config_lib.ConfigError, match="^--out: got") as error:
+      check("--out", path)
+    assert "\n" not in str(error.value)
+
+
+def test_links_in_a_circle_and_folders_in_place_of_files(tmp_path):
+  (tmp_path / "loop").symlink_to("loop")
+  for check in files.check_path, files.check_folder:
+    with pytest.raises(config_lib.ConfigError, match="symbolic links"):
+      check("--out", str(tmp_path / "loop"))
+  for name in ("loop", "loop/x", "."):
+    with pytest.raises(config_lib.ConfigError, match="^--out: got"):
+      files.check_output("--out", tmp_path / name, ("x",))
+  # A link that leads nowhere yet can be written through.
+  (tmp_path / "link").symlink_to("new")
+  files.write_output("--out", tmp_path / "link", "x", ("x",))
+
+
+@pytest.mark.parametrize(
+  "number", [errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG]
+)
+def test_what_is_wrong_with_a_path_is_not_tried_again(number):
+  assert exits.of_error(OSError(number, "wrong")) == exits.Exit.NEVER
+  assert exits.of_error(OSError(errno.EIO, "away")) == exits.Exit.AGAIN

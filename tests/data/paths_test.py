@@ -228,3 +228,15 @@ class TestSplits:
       config_lib.ConfigError, match="validation_path.*not also one to train on"
     ):
       self._splits("a.x", "b.x", "c.x", path="a.x", validation_path=both)
+
+
+def test_names_that_are_not_utf_8(tmp_path):
+  (tmp_path / "good.txt").touch()
+  name = os.fsencode(tmp_path) + b"/b\xff.txt"
+  try:
+    open(name, "wb").close()
+  except OSError:  # Some file systems refuse it, too.
+    pytest.skip("the file system has no such names")
+  with pytest.raises(config_lib.ConfigError, match="names are UTF-8") as error:
+    paths.list_files("data.path", str(tmp_path))
+  str(error.value).encode()
