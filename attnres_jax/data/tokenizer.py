@@ -210,11 +210,15 @@ class HuggingFaceTokenizer(Tokenizer):
       if known and id != self.separator_id:
         run.append(id)
         continue
-      shown.append(self._tokenizer.decode(run, skip_special_tokens=False))
+      shown.append(self._decode(run))
       shown.append("\n" if id == self.separator_id else "\ufffd")
       run = []
-    shown.append(self._tokenizer.decode(run, skip_special_tokens=False))
+    shown.append(self._decode(run))
     return "".join(shown)
+
+  def _decode(self, ids: Sequence[int]) -> str:
+    with self._expecting("a tokenizer that can decode ids"):
+      return self._tokenizer.decode(ids, skip_special_tokens=False)
 
   @contextlib.contextmanager
   def _expecting(self, accepted: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import traceback
 
 from absl import flags as absl_flags
 from hypothesis import given
@@ -19,6 +20,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import main
 from attnres_jax.common import command_line
 from attnres_jax.config import describe
+from attnres_jax.config import errors
 from attnres_jax.config import load
 from attnres_jax.inference import sample
 from attnres_jax.pipeline import __main__ as pipeline_main
@@ -390,3 +392,22 @@ def test_help_config_has_the_values_of_the_config_that_is_named(last, capsys):
   with pytest.raises(SystemExit) as stop:
     main.main([*asked, "--config=none.py"])
   assert stop.value.code == 2 and "none.py" in capsys.readouterr().err
+
+
+def test_jax_says_nothing_of_its_frames_in_any_log():
+  """It adds a note to whatever is raised inside a trace, and to its cause."""
+
+  @jax.jit
+  def step(x):
+    try:
+      return jax.jit(lambda y: 1 / 0)(x)
+    except ZeroDivisionError as error:
+      raise config_lib.ConfigError("no") from error
+
+  with pytest.raises(config_lib.ConfigError) as caught:
+    step(1.0)
+  caught.value.add_note("ours")
+  log = lambda: "".join(traceback.format_exception(caught.value))
+  assert "For simplicity, JAX" in log()
+  assert errors.without_jax_notes(caught.value) == ["ours"]
+  assert "For simplicity, JAX" not in log() and "ours" in log()

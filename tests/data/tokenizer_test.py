@@ -167,6 +167,23 @@ class TestVocabularyFile:
     with pytest.raises(config_lib.ConfigError, match="tokenizer_path.*a regul"):
       tokenizer.encode("a")
 
+  @pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+  def test_a_pattern_that_explodes_names_the_file(self, part):
+    _train_hf(self.path)
+    content = json.loads(self.path.read_text())
+    pattern = {"pattern": {"Regex": "(a|aa)+$"}}
+    content["pre_tokenizer"] = None
+    content[part] = (
+      pattern
+      | {
+        "pre_tokenizer": dict(type="Split", behavior="Isolated", invert=False),
+        "normalizer": dict(type="Replace", content="x"),
+      }[part]
+    )
+    self.path.write_text(json.dumps(content))
+    with pytest.raises(config_lib.ConfigError, match="tokenizer_path.*encode"):
+      self._make("hf").encode("a" * 200 + "b")
+
   def test_hf_without_a_separator_gets_a_new_id(self):
     model = _train_hf(self.path, special=())
     tokenizer = self._make("hf")
