@@ -171,3 +171,17 @@ def test_load_gives_a_sweep_its_argument(tmp_path):
   # The sweep may hand one on.
   path.write_text(path.read_text().replace("(**over", "(more=True, **over"))
   assert len(grid.load(f"{path}:more")) == 12
+
+
+def test_a_field_has_to_act_in_some_run(tmp_path):
+  """A sweep compares schemes, of which some have no blocks."""
+  path = tmp_path / "scaling.py"
+  path.write_text(CONFIG_FILE)
+  for run in grid.load(str(path), {"model.residual.block_size": "2"}):
+    assert run.config["model"]["residual"]["block_size"] == 2
+  for name, value in (
+    ("model.moe.top_k", "2"),
+    ("model.residual.schedule_size", "2"),
+  ):
+    with pytest.raises(config.ConfigError, match=f"^config.{name}: got 2"):
+      grid.load(str(path), {name: value})
