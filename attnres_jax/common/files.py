@@ -262,6 +262,10 @@ def check_path(
       stores.client(path).exists(path)
     return checked
   checked = epath.Path(path).expanduser()
+  if any(len(os.fsencode(part)) > _NAME_BYTES for part in checked.parts):
+    config_lib.fail_argument(
+      name, path, f"names of {_NAME_BYTES} bytes at most"
+    )
   try:
     os.stat(checked)
   except (FileNotFoundError, NotADirectoryError):
@@ -290,10 +294,6 @@ def check_folder(name: str, path: str, *, writable: bool = True) -> epath.Path:
   folder = check_path(name, path, ("gs", "s3"))
   if is_remote(folder):
     return folder
-  if any(len(os.fsencode(part)) > _NAME_BYTES for part in folder.parts):
-    config_lib.fail_argument(
-      name, path, f"names of {_NAME_BYTES} bytes at most"
-    )
   place = os.path.abspath(folder)
   try:
     while not os.path.lexists(place):
