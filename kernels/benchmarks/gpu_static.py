@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""The GPU kernels, compiled for an H100 on a machine without one.
+
+  PYTHONPATH=.:kernels python kernels/benchmarks/gpu_static.py \
+    --out=kernels/benchmarks/results/gpu_static.csv
+
+Needs `pip install 'attnres-jax[gpu-plan]'`. A row is one pass of an operator at
+one shape: launches, bytes that they move and have to move, and of its kernels
+the most registers of a thread, spilled bytes, barriers and the bits of the
+widest load in the code. Nothing is timed. Every row is compiled in a process of
+its own, as the assembler only prints.
+"""
+
+import argparse
+import csv
+import functools
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+# (operator, queries, sources, width), at 8192 tokens.
+SHAPES = (
+  ("depth_attention", 1, 9, 2304),
+  ("depth_attention", 3, 8, 1024),
+  ("depth_attention", 6, 9, 2304),
+  ("depth_attention", 8, 8, 1168),
+  ("depth_attention", 8, 9, 2304),
+  ("depth_merge_norm", 1, 1, 1024),
+  ("depth_merge_norm", 1, 1, 2304),
+)
+PASSES = "forward", "backward"
+TOKENS = 8192
+FIELDS = (
+  "operator", "pass", "queries", "sources", "tokens", "width", "launches",
+  "GB", "least_GB", "registers", "spilled_bytes", "barriers", "load_bits",
+  "jax",
+)  # fmt: skip
+
+
+def measure(operator, direction, queries, sources, width):
+  """The row of one pass, from the output of a process that compiles it."""
+  given = operator, direction, *map(str, (queries, sources, width))
+  dumps = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
+  done = subprocess.run(
+    [sys.executable, __file__, "--compile", *given],
+    env=os.environ | dumps | {"JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    timeout=900,
+  )
+  text = (done.stdout + done.stderr).decode(errors="replace")
+  if done.returncode:
+    raise RuntimeError(text[-2000:])
+  found = lambda pattern: [int(x) for x in re.findall(pattern, text)]
+  loads = re.findall(r"\bld(?:\.global)?\S*?(?:\.v(\d))?\.[bfsu](\d+)", text)
+  launches, moved, version = re.search(
+    r"^RESULT (\d+) (\d+) (\S+)$", text, re.MULTILINE
+  ).groups()
+  backward = direction == "backward"
+  arrays = (1 + backward) * sources + queries
+  if operator == "depth_merge_norm":
+    arrays = 5 if backward else 3
+  return dict(zip(FIELDS, (
+    operator, direction, queries, sources, TOKENS, width, launches,
+    f"{int(moved) / 1e9:.3f}", f"{2 * arrays * TOKENS * width / 1e9:.3f}",
+    max(found(r"Used (\d+) registers"), default=""),
+    sum(found(r"(\d+) bytes spill stores")),
+    len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync", text)),
+    max((int(v or 1) * int(b) for v, b in loads), default=""), version,
+  )))  # fmt: skip
+
+
+def compile_pass(operator, direction, queries, sources, width):
+  """Compiles one pass, and prints launches, bytes and the version of jax."""
+  import jax
+
+  from attnres_jax.common import gpus
+  from attnres_jax.common import topology
+  from attnres_jax.plan import hlo
+
+  place = jax.sharding.SingleDeviceSharding(topology.devices("h100-1")[0])
+
+  def struct(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+  wide, row = struct(TOKENS, width), struct(width, dtype="float32")
+  if operator == "depth_attention":
+    numbers = struct(queries, TOKENS, dtype="float32")
+    arguments = struct(queries, width, dtype="float32"), (wide,) * sources
+    cotangents = numbers, (wide,) * queries, numbers
+    options = dict(eps=1e-6)
+  else:
+    arguments = wide, struct(TOKENS, dtype="float32"), row, wide, row
+    cotangents = (wide,)
+    options = dict(eps=1e-6, norm_eps=1e-6)
+  name = operator.removesuffix("_norm")
+  backend = importlib.import_module(f"attnres_kernels.{name}.pallas_gpu")
+  if direction == "backward":
+    arguments += cotangents
+  run = functools.partial(getattr(backend, direction), **options)
+  lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
+  compiled = lowered.compile(gpus.COMPILER_OPTIONS)
+  program = hlo.Program(compiled.as_text())
+  launches = sum(count for count, _, _ in program.instructions())
+  print(f"\nRESULT {launches} {program.hbm_bytes():.0f} {jax.__version__}")
+
+
+def main(argv):
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--out", default="gpu_static.csv")
+  parser.add_argument("--compile", nargs=5, help=argparse.SUPPRESS)
+  options = parser.parse_args(argv)
+  if options.compile:
+    operator, direction, *numbers = options.compile
+    return compile_pass(operator, direction, *map(int, numbers))
+  with open(options.out, "w", newline="") as file:
+    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    for operator, *numbers in SHAPES:
+      for direction in PASSES:
+        row = measure(operator, direction, *numbers)
+        writer.writerow(row)
+        file.flush()
+        print(row, flush=True)
+  return None
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])
