@@ -20,7 +20,7 @@ EXTRA = "pip install 'attnres-jax[gpu-plan]'"
 # GPUs of a host, which NVLink connects.
 PER_HOST = 8
 # Options for programs of GPUs that are not there to time anything.
-COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
+COMPILER_OPTIONS: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
 
 # Without the libraries, XLA makes other programs: more than twice the launches.
 _LIBRARIES = (

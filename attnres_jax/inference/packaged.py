@@ -163,7 +163,7 @@ def write(
   made.mkdir(parents=True, exist_ok=True)
   leaves = trees.to_flat(model)
   flat = {name: jnp.asarray(a, jnp.bfloat16) for name, a in leaves.items()}
-  safetensors.save_file(flat, made / WEIGHTS)
+  files.write(epath.Path(made) / WEIGHTS, safetensors.save(flat))
   files.write(epath.Path(made) / CONFIG, config_lib.to_json(config))
   text = json.dumps(origin, indent=2) + "\n"
   files.write(epath.Path(made) / ORIGIN, text)

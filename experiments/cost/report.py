@@ -201,10 +201,9 @@ def sentence(rows: Sequence[Row]) -> str:
     for scheme in ("block_attnres", "full_attnres")
   )
   return (
-    "**Cost.** On a CPU, a forward and backward pass of Block AttnRes takes"
-    f" {block} times as long as PreNorm's in its faster form. Full AttnRes"
-    f" takes {full} times as long."
-    " [How it was measured](experiments/cost/README.md)."
+    "**What it costs.** On a CPU, a forward and backward pass takes"
+    f" {block} times as long with Block as with PreNorm, and {full} times with"
+    " Full ([how it was measured](experiments/cost/README.md))."
   )
 
 

@@ -50,7 +50,7 @@ def _print(options) -> int:
   rows, parts = [], []
   for arm in options.arms:
     compiled = compile_step(options.network, arm, device)
-    program = hlo.Program(compiled.as_text())
+    program = hlo.Program(str(compiled.as_text()))
     row = gpu.of_program(program, topology.chip(device), device.device_kind)
     rows.append((
       options.network, arm, f"{program.hbm_bytes() / 1e9:.2f}",

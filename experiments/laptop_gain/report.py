@@ -141,13 +141,12 @@ def gain(rows: Sequence[Row]) -> str:
   block, full = found["block", "prenorm"], found["full", "prenorm"]
   tokens = int(rows[0]["tokens"])
   sentences = [
-    "**Gain.** In the paper, PreNorm needs 1.25 times the compute of Block"
-    " AttnRes for the same loss.",
-    f"Here, networks of a million parameters read {tokens / 1e6:.1f} MB of"
-    " text, each scheme at its own learning rate.",
-    f"Block AttnRes {_outcome(block)}.",
-    f"Full AttnRes {_outcome(full)}; it leads at first"
-    " ([all contrasts](experiments/laptop_gain/README.md)).",
+    "**What it buys.** In the paper, PreNorm needs 1.25 times the compute of"
+    " Block for the same loss.",
+    f"Here, with a million parameters and {tokens / 1e6:.1f} MB of text, Block"
+    f" {_outcome(block)}.",
+    f"Full {_outcome(full)}; it leads at first"
+    " ([how it was measured](experiments/laptop_gain/README.md)).",
   ]
   return " ".join(sentences)
 

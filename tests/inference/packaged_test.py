@@ -3,6 +3,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,6 +63,23 @@ def test_commands_take_one_as_a_run(packages, tmp_path, capsys):
   assert [path.name for path in (tmp_path / "cache").glob("*/*/*")] == [
     folder.rpartition("/")[2]
   ]
+
+
+def test_what_comes_along_is_small_and_has_its_origin():
+  assert packaged.names() == ["block_attnres", "full_attnres", "prenorm"]
+  for name in packaged.names():
+    folder = packaged.FOLDER / name
+    assert (folder / packaged.WEIGHTS).stat().st_size < 3e6
+    origin = json.loads((folder / packaged.ORIGIN).read_text())
+    assert "PSF-2.0" in origin["licence_of_text"] and origin["commit"]
+    model = attnres_jax.load_trained(name)
+    assert model.config.residual.name == name
+    # Of its own text, it knows what follows. Bytes at random cost 5.5 nats.
+    text = b"import os\nimport sys\n\n\ndef main(argv=None):\n  return "
+    tokens_BT = jnp.asarray([[256, *text]])
+    log_BTV = jax.nn.log_softmax(model(tokens_BT).astype(jnp.float32))
+    told_BT = log_BTV[0, jnp.arange(len(text)), tokens_BT[0, 1:]]
+    assert -jnp.mean(told_BT) < 1.5
 
 
 def test_a_wrong_name_gets_one_line(packages, capsys):

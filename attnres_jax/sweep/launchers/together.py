@@ -23,6 +23,7 @@ import numpy as np
 
 from attnres_jax.common import exits
 from attnres_jax.common import files
+from attnres_jax.config import errors
 from attnres_jax.models import residuals
 from attnres_jax.scaling import grid
 from attnres_jax.scaling import pairs
@@ -159,12 +160,14 @@ class _Queue:
       try:
         self._act(arm)
       except Exception as error:
+        errors.without_jax_notes(error)
         traceback.print_exc()
         arm.error, arm.over = error, True
         status = state_lib.OF_EXIT[exits.of_error(error)]
         text = " ".join(f"{type(error).__name__}: {error}".split())
         for attempt in arm.attempts:
-          attempt.end(status, text)
+          with contextlib.suppress(OSError):  # Its disk may be what failed.
+            attempt.end(status, text)
       with self._changed:
         arm.doing = None
         self._changed.notify_all()

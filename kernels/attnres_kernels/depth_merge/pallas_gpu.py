@@ -8,6 +8,7 @@ over tokens: every thread block adds up its tokens in shared memory and writes
 one row of each, and XLA adds these rows.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -59,7 +60,7 @@ def forward(
       ours, theirs = _two_weights(lse_ref[token], product * inverse)
       norm = 1.0
       if others:
-        norm = _norm(tiles, ours, theirs, square, *others, norm_eps)
+        norm = _norm(tiles, ours, theirs, square, others, norm_eps)
       ours, theirs = ours * norm, theirs * norm
 
       def write(rows: Any, place: Any, fresh: Any, carry: None) -> None:
@@ -136,7 +137,7 @@ def backward(
       norm, along = jnp.float32(1.0), jnp.float32(0.0)
       gap = pulled_total - pulled_out
       if others:
-        norm = _norm(tiles, ours, theirs, square, *others, norm_eps)
+        norm = _norm(tiles, ours, theirs, square, others, norm_eps)
         along = ours * pulled_out + theirs * pulled_total
         along *= norm * norm * norm * (1.0 / tiles.width)
         out_square, cross = others
@@ -195,9 +196,13 @@ def backward(
 
 def _norm(
   tiles: token_walk.Tiles, ours: Any, theirs: Any, square: Any,
-  out_square: Any, cross: Any, norm_eps: float,
+  products: Sequence[Any], norm_eps: float,
 ) -> Any:  # fmt: skip
-  """The inverse rms of the mixture, from products of out and total."""
+  """The inverse rms of the mixture.
+
+  `products` are those of out with itself and with total, `square` is total's.
+  """
+  out_square, cross = products
   mean = ours * (ours * out_square + theirs * cross)
   mean += theirs * (ours * cross + theirs * square)
   return jax.lax.rsqrt(jnp.maximum(mean, 0.0) * (1.0 / tiles.width) + norm_eps)

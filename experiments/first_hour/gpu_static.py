@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The GPU kernels, compiled for an H100 on a machine without one.
 
-  PYTHONPATH=.:kernels python kernels/benchmarks/gpu_static.py \
+  python -m experiments.first_hour.gpu_static \
     --out=kernels/benchmarks/results/gpu_static.csv
 
 Needs `pip install 'attnres-jax[gpu-plan]'`. A row is one pass of an operator at
@@ -12,14 +12,20 @@ its own, as the assembler only prints.
 """
 
 import argparse
+from collections.abc import Sequence
 import csv
 import functools
 import importlib
 import os
+import pathlib
 import re
 import subprocess
 import sys
 
+from attnres_jax.common import command_line
+
+_NAME = "experiments.first_hour.gpu_static"
+_ROOT = pathlib.Path(__file__).absolute().parents[2]
 # (operator, queries, sources, width), at 8192 tokens.
 SHAPES = (
   ("depth_attention", 1, 9, 2304),
@@ -43,9 +49,11 @@ def measure(operator, direction, queries, sources, width):
   """The row of one pass, from the output of a process that compiles it."""
   given = operator, direction, *map(str, (queries, sources, width))
   dumps = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
+  here = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{_ROOT / 'kernels'}"}
   done = subprocess.run(
-    [sys.executable, __file__, "--compile", *given],
-    env=os.environ | dumps | {"JAX_PLATFORMS": "cpu"},
+    [sys.executable, "-m", _NAME, "--compile", *given],
+    cwd=_ROOT,
+    env=os.environ | dumps | here,
     capture_output=True,
     timeout=900,
   )
@@ -54,9 +62,9 @@ def measure(operator, direction, queries, sources, width):
     raise RuntimeError(text[-2000:])
   found = lambda pattern: [int(x) for x in re.findall(pattern, text)]
   loads = re.findall(r"\bld(?:\.global)?\S*?(?:\.v(\d))?\.[bfsu](\d+)", text)
-  launches, moved, version = re.search(
+  ((launches, moved, version),) = re.findall(
     r"^RESULT (\d+) (\d+) (\S+)$", text, re.MULTILINE
-  ).groups()
+  )
   backward = direction == "backward"
   arrays = (1 + backward) * sources + queries
   if operator == "depth_merge_norm":
@@ -101,19 +109,25 @@ def compile_pass(operator, direction, queries, sources, width):
   run = functools.partial(getattr(backend, direction), **options)
   lowered = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",))
   compiled = lowered.compile(gpus.COMPILER_OPTIONS)
-  program = hlo.Program(compiled.as_text())
+  program = hlo.Program(str(compiled.as_text()))
   launches = sum(count for count, _, _ in program.instructions())
   print(f"\nRESULT {launches} {program.hbm_bytes():.0f} {jax.__version__}")
 
 
-def main(argv):
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--out", default="gpu_static.csv")
-  parser.add_argument("--compile", nargs=5, help=argparse.SUPPRESS)
-  options = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit status."""
+  parser = command_line.Parser(f"python -m {_NAME}", __doc__)
+  add = parser.add_argument
+  add("--out", default="gpu_static.csv", help="file of rows")
+  add("--compile", nargs=5, help=argparse.SUPPRESS)
+  return command_line.run(_run, parser.parse_args(argv))
+
+
+def _run(options: argparse.Namespace) -> None:
   if options.compile:
     operator, direction, *numbers = options.compile
-    return compile_pass(operator, direction, *map(int, numbers))
+    compile_pass(operator, direction, *map(int, numbers))
+    return
   with open(options.out, "w", newline="") as file:
     writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
     writer.writeheader()
@@ -123,8 +137,7 @@ def main(argv):
         writer.writerow(row)
         file.flush()
         print(row, flush=True)
-  return None
 
 
 if __name__ == "__main__":
-  main(sys.argv[1:])
+  sys.exit(main())

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled table of GPU kernels, and that today's kernels agree with it."""
 
-import importlib.util
-
 import pytest
 
 from attnres_jax.common import csv_rows
+from experiments.first_hour import gpu_static
 from tests import tiny_run
 
 ROOT = tiny_run.ROOT
@@ -27,12 +26,7 @@ def test_kernels_read_once():
 
 @pytest.mark.needs("jax-cuda13-plugin")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_table_is_of_these_kernels(direction, monkeypatch):
-  monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/kernels")
-  path = f"{ROOT}/kernels/benchmarks/gpu_static.py"
-  spec = importlib.util.spec_from_file_location("gpu_static", path)
-  gpu_static = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(gpu_static)
+def test_the_table_is_of_these_kernels(direction):
   case = "depth_attention", 3, 8, 1024
   row = gpu_static.measure(case[0], direction, *case[1:])
   (known,) = (
