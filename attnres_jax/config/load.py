@@ -406,7 +406,7 @@ def _meant(word: str) -> str:
       return 3
     if word in leaf.split("_"):
       return 2
-    if _meaning(name).startswith(words):
+    if re.match(rf"{re.escape(words)}\b", _meaning(name)):
       return 1.5
     return difflib.SequenceMatcher(None, leaf, word).ratio()
 

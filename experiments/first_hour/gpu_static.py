@@ -23,6 +23,7 @@ import subprocess
 import sys
 
 from attnres_jax.common import command_line
+from attnres_jax.common import environment
 
 _NAME = "experiments.first_hour.gpu_static"
 _ROOT = pathlib.Path(__file__).absolute().parents[2]
@@ -41,7 +42,7 @@ TOKENS = 8192
 FIELDS = (
   "operator", "pass", "queries", "sources", "tokens", "width", "launches",
   "GB", "least_GB", "registers", "spilled_bytes", "barriers", "load_bits",
-  "jax",
+  "chip", "jax", "commit",
 )  # fmt: skip
 
 
@@ -75,7 +76,8 @@ def measure(operator, direction, queries, sources, width):
     max(found(r"Used (\d+) registers"), default=""),
     sum(found(r"(\d+) bytes spill stores")),
     len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync", text)),
-    max((int(v or 1) * int(b) for v, b in loads), default=""), version,
+    max((int(v or 1) * int(b) for v, b in loads), default=""), "h100",
+    version, environment.commit(),
   )))  # fmt: skip
 
 

@@ -274,4 +274,4 @@ def test_names_and_families():
   certainties = {scheme.certainty for scheme in residuals.RESIDUALS.values()}
   assert certainties == {base.Certainty.PAPER, base.Certainty.CODE}
   page = (pathlib.Path(__file__).parents[3] / "README.md").read_text()
-  assert f"among {len(residuals.RESIDUALS)} residual schemes" in page
+  assert f"[{len(residuals.RESIDUALS)} residual schemes](" in page
