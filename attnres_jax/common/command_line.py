@@ -371,11 +371,16 @@ def _help_config(
   args: Sequence[str],
 ) -> tuple[str, config_lib.Source | None] | None:
   """What --help_config asks for: a part, and the config that is named."""
-  parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+  parser = argparse.ArgumentParser(
+    add_help=False, allow_abbrev=False, exit_on_error=False
+  )
   parser.add_argument("--help_config", nargs="?", const="")
   parser.add_argument("--config")
   parser.add_argument(_FIELD, dest="fields", action="append", default=[])
-  found, _ = parser.parse_known_args(args)
+  try:
+    found, _ = parser.parse_known_args(args)
+  except argparse.ArgumentError:
+    return None  # `parse_args` says what is wrong.
   if found.help_config is None:
     return None
   if found.config is None:

@@ -140,6 +140,15 @@ def test_home(monkeypatch):
   assert prompt == "~/x"
 
 
+def test_a_config_without_its_value_gets_one_line(capsys):
+  for flags in (["--config"], ["--help_config", "--config"]):
+    with pytest.raises(SystemExit) as ended:
+      main.main(flags)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: argument --config: expected one argument"
+
+
 def test_help_config_names_every_field_and_its_meaning(capsys):
   text = describe.to_text()
   fields = config_lib.flatten(config_lib.default_config().to_dict())
