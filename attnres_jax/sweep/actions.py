@@ -43,7 +43,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   )
   launcher = launchers.load(options.launcher, told)
   folder = epath.Path(options.workdir)
-  runs = cli.load_runs(options)
+  runs: list[grid.Run] = options.runs
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
   found = budget.prices(selected, plans.rows(options.plans))

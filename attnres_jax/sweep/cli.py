@@ -76,7 +76,7 @@ def _act(experiment: Experiment, options: argparse.Namespace) -> int:
     files.check_folder("--workdir", options.workdir, writable=not reads)
   fields.accept("--max_parallel", options.max_parallel, fields.Size)
   if options.action == "run":  # A wrong field is told before JAX is imported.
-    load_runs(options)
+    options.runs = load_runs(options)  # Each of them is checked, once.
     if not options.dry_run:
       _check_installed()
   from attnres_jax.sweep import actions
