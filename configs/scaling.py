@@ -227,17 +227,17 @@ def _parameters(model):
 
 def _lengthen(config, arg):
   """Sets the steps of the budget, and everything that depends on them."""
-  whole = max(1, round(config.train.steps / GRAIN)) * GRAIN
-  config.train.steps = whole
+  steps = max(1, round(config.train.steps / GRAIN)) * GRAIN
+  config.train.steps = steps
   config.optim.schedule = "cosine"
   # At the paper's scale, the recipe of configs/kimi_linear.py, as in all sweeps
   # of its networks; 5 % is the laptop's protocol.
   of_paper = arg.scale == "paper"
   config.optim.warmup_steps = (
-    kimi_linear.warmup_steps(whole) if of_paper else whole // 20
+    kimi_linear.warmup_steps(steps) if of_paper else steps // 20
   )
   if config.train.eval_every:
-    config.train.eval_every = whole // 4
+    config.train.eval_every = steps // 4
   if not of_paper:  # A tenth may be ten hours.
-    config.checkpoint.every_steps = whole // (4 if arg.scale == "first" else 10)
+    config.checkpoint.every_steps = steps // (4 if arg.scale == "first" else 10)
   config.checkpoint.keep_last = 2

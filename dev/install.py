@@ -84,15 +84,15 @@ def uv_settings(config: str, environment: Mapping[str, str]) -> dict[str, str]:
     config: what `pip config list` prints: SECTION.NAME='VALUE', a line each.
     environment: of the user, whose variables for uv count more.
   """
-  found: dict[str, dict[str, str]] = {}
+  sections: dict[str, dict[str, str]] = {}
   for line in config.splitlines():
     key, _, value = line.partition("=")
     section, _, name = key.rpartition(".")
-    found.setdefault(section, {})[name] = str(ast.literal_eval(value))
+    sections.setdefault(section, {})[name] = str(ast.literal_eval(value))
   settings: dict[str, str] = {}
   # The later ones count more.
   for section in ("global", "install", ":env:"):
-    for name, value in found.get(section, {}).items():
+    for name, value in sections.get(section, {}).items():
       if name in SETTINGS:
         # uv separates several by blanks, but files to link to by commas.
         comma = name == "find-links"

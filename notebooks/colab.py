@@ -147,8 +147,8 @@ def extra_of(text: str) -> str:
 
   jax has no plugin for drivers older than CUDA 12.
   """
-  found = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)", text)
-  newest = int(found[1]) if found else 0
+  match = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)", text)
+  newest = int(match[1]) if match else 0
   return "cuda13" if newest >= 13 else "cuda12" if newest == 12 else ""
 
 
@@ -160,10 +160,10 @@ def commands(extra: str, extras: str) -> list[list[str]]:
     for part in ("pjrt", "plugin")
     if other != extra and _version(f"jax-{other}-{part}")
   ]
-  wanted = ",".join(filter(None, [extras, extra]))
+  chosen = ",".join(filter(None, [extras, extra]))
   # Upgraded, since the runtime's own plugin may fit no newer jax.
   install = ["install", "--quiet", "--upgrade"]
-  install.append(f"attnres-jax[{wanted}] @ git+https://{REPOSITORY}")
+  install.append(f"attnres-jax[{chosen}] @ git+https://{REPOSITORY}")
   first = [["uninstall", "--quiet", "--yes", *others]] if others else []
   return [*first, install]
 

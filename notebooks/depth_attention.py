@@ -274,7 +274,7 @@ def trace(model, tokens_BT):
   values = model.trace(tokens_BT).values
   pad = lambda w: jnp.pad(w, ((0, len(values) - len(w)), (0, 0), (0, 0)))
   weights = model.residual.depth_weights(values)
-  return jnp.stack(values), jnp.stack([pad(one) for one in weights])
+  return jnp.stack(values), jnp.stack([pad(weight) for weight in weights])
 
 
 encode = lambda text: np.asarray([tokenizer.encode(text)], np.int32)
@@ -315,7 +315,7 @@ def next_of(model, tokens_BT, read, source):
     readout=lambda h: h - (read == len(weights) - 1) * removed_BTD,
   )
   schemes = model.residual, cut
-  last = [edited.logits(model, one, tokens_BT)[0, -1] for one in schemes]
+  last = [edited.logits(model, scheme, tokens_BT)[0, -1] for scheme in schemes]
   return [jax.nn.softmax(logits) for logits in last]
 
 

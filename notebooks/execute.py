@@ -53,26 +53,26 @@ colab.prepare("plots")"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  known = {path.stem: path for path in pairs()}
+  paths = {path.stem: path for path in pairs()}
   parser = argparse.ArgumentParser(description="Runs the notebooks.")
   parser.add_argument(
     "--write", action="store_true", help="write the .ipynb files, with outputs"
   )
   parser.add_argument("names", nargs="*", help="some of them; all if none")
   options = parser.parse_args(argv)
-  if wrong := [name for name in options.names if name not in known]:
-    parser.error(f"no notebook {wrong[0]!r}: expected {', '.join(known)}")
+  if wrong := [name for name in options.names if name not in paths]:
+    parser.error(f"no notebook {wrong[0]!r}: expected {', '.join(paths)}")
   if options.write:
     os.environ[colab.PLAIN] = "1"  # A page without a kernel has no controls.
-  for name in options.names or known:
-    notebook, start = load(known[name]), time.perf_counter()
+  for name in options.names or paths:
+    notebook, start = load(paths[name]), time.perf_counter()
     pictured = execute(notebook)
     seconds = time.perf_counter() - start
     print(f"{name}: a picture after {pictured:.0f} s, ran in {seconds:.0f} s")
     if options.write:
       for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # Wall-clock times.
-      nbformat.write(notebook, known[name].with_suffix(".ipynb"))
+      nbformat.write(notebook, paths[name].with_suffix(".ipynb"))
   return 0
 
 

@@ -87,7 +87,7 @@ tokens = next(batches)["tokens"][:, :-1]
 batches.close()
 del trained["prenorm"]  # It has no weights over depth.
 plots.depth_weights(
-  {name: analysis.depth_weights(one, tokens) for name, one in trained.items()}
+  {name: analysis.depth_weights(m, tokens) for name, m in trained.items()}
 )
 
 # %% [markdown]

@@ -45,7 +45,7 @@ def interval(estimate, digits=3):
 def fit_again(counting):
   runs = {scheme: paper.runs(scheme, counting) for scheme in schemes}
   fits = fit.fit_schemes(runs, np.random.default_rng(0))
-  largest = max(own.compute.max() for own in runs.values())
+  largest = max(arm.compute.max() for arm in runs.values())
   figure, (left, right) = plt.subplots(
     1, 2, figsize=(10.5, 4.2), sharey=True, layout="constrained"
   )
@@ -57,12 +57,12 @@ def fit_again(counting):
   plt.show()
   header = ["scheme", "A", "alpha", "printed A", "printed alpha", "advantage"]
   lines = []
-  for scheme, found in fits.items():
+  for scheme, fitted in fits.items():
     law = paper.PUBLISHED_LAWS[scheme]
-    ratio = scaling.compute_advantage(fits["prenorm"], found, largest)
+    ratio = scaling.compute_advantage(fits["prenorm"], fitted, largest)
     lines.append([
-      figures.name_of(scheme), interval(found.coefficient()),
-      interval(found.exponent(), 4), f"{law.coefficient:.3f}",
+      figures.name_of(scheme), interval(fitted.coefficient()),
+      interval(fitted.exponent(), 4), f"{law.coefficient:.3f}",
       f"{law.exponent:.3f}", interval(ratio, 2),
     ])  # fmt: skip
   print(f"C is {compute.LABELS[counting]}\n")

@@ -95,12 +95,12 @@ for readout in toy.READOUTS:
   labels = {"xlabel": "temperature of the teacher", "xscale": "log"}
   with colab.figure(6.5, 3, title=f"readout: {readout}", **labels) as axes:
     for student in toy.STUDENTS:
-      own = sorted(
+      points = sorted(
         [float(row[key]) for key in ("temperature", "rate", "test_loss")]
         for row in rows
         if (row["readout"], row["student"]) == (readout, student)
       )
-      x_TRS, _, loss_TRS = np.moveaxis(np.reshape(own, (-1, 5, 5, 3)), -1, 0)
+      x_TRS, _, loss_TRS = np.moveaxis(np.reshape(points, (-1, 5, 5, 3)), -1, 0)
       best = loss_TRS.mean(2).argmin(1)
       loss_TS = loss_TRS[np.arange(len(best)), best]
       x, look = x_TRS[:, 0, 0], {"color": LOOKS[student]}

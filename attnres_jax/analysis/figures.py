@@ -12,8 +12,8 @@ from attnres_jax.models import residuals
 
 def look_of(scheme: str) -> residuals.Style:
   """The style of a registered scheme; a plain style for any other name."""
-  known = residuals.RESIDUALS.get(scheme)
-  look = known.style if known else residuals.Style()
+  scheme_class = residuals.RESIDUALS.get(scheme)
+  look = scheme_class.style if scheme_class else residuals.Style()
   return look._replace(label=look.label or scheme)
 
 

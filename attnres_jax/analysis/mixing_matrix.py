@@ -129,14 +129,14 @@ def response(
   """
 
   def reads(values: jax.Array) -> list[Any]:
-    found = []
+    mixtures = []
 
     def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
-      found.append(base.before_norm(scheme, carry, slot))
+      mixtures.append(base.before_norm(scheme, carry, slot))
       return values[l + 1]
 
     state = base.run_through(scheme, values[0], sublayer)
-    return [*found, scheme.readout(state)]
+    return [*mixtures, scheme.readout(state)]
 
   with base.fixed_coefficients():
     return jax.jvp(reads, (values,), (tangents,))[1]

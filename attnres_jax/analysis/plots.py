@@ -30,9 +30,9 @@ def depth_weights(
   height = 2.9 * len(weights) + 0.2
   figure = figure_lib.Figure(figsize=(8.4, height), layout="constrained")
   grid = figure.subplots(len(weights), 2, squeeze=False)
-  for row, (scheme, found) in zip(grid, weights.items(), strict=True):
+  for row, (scheme, scheme_weights) in zip(grid, weights.items(), strict=True):
     mesh, *_ = [
-      depth_panel(axes, scheme, found, kind)
+      depth_panel(axes, scheme, scheme_weights, kind)
       for axes, kind in zip(row, KINDS, strict=True)
     ]
     depth_bar(figure, mesh, list(row))
@@ -40,7 +40,7 @@ def depth_weights(
 
 
 def depth_panel(
-  axes: axes_lib.Axes, scheme: str, found: DepthWeights, kind: str
+  axes: axes_lib.Axes, scheme: str, weights: DepthWeights, kind: str
 ):
   """One heatmap: weights as multiples of uniform, on a logarithmic scale.
 
@@ -49,19 +49,19 @@ def depth_panel(
   Args:
     axes: to draw on.
     scheme: whose weights these are.
-    found: the weights.
+    weights: the weights.
     kind: one of `KINDS`.
 
   Returns:
     The mesh, for `depth_bar`.
   """
-  times = multiples(getattr(found, kind))
-  norm = colors.LogNorm(1 / _top(found), _top(found))
+  times = multiples(getattr(weights, kind))
+  norm = colors.LogNorm(1 / _top(weights), _top(weights))
   single = np.isfinite(times).sum(axis=1, keepdims=True) == 1
   grey = np.where(single & np.isfinite(times), 0.5, np.nan)
   axes.pcolormesh(grey, cmap="Greys", vmin=0, vmax=1)
   times = np.where(single, np.nan, times)
-  mesh = _heatmap(axes, times, found.columns, norm=norm, cmap="RdBu_r")
+  mesh = _heatmap(axes, times, weights.columns, norm=norm, cmap="RdBu_r")
   axes.set_title(f"{figures.name_of(scheme)}, {KINDS[kind]}")
   axes.set_xlabel("source")
   axes.set_ylabel("transformer block")
@@ -125,18 +125,18 @@ def mixing_matrices(
 
 
 def magnitude_panel(
-  axes: axes_lib.Axes, found: Mapping[str, Sequence[Magnitudes]], name: str
+  axes: axes_lib.Axes, magnitudes: Mapping[str, Sequence[Magnitudes]], name: str
 ) -> None:
   """Magnitude per transformer block (Fig. 5b and 5c).
 
   Args:
     axes: to draw on.
-    found: per scheme, one or more measurements (batches, seeds); their mean is
-      the line, their extremes the shade around it.
+    magnitudes: per scheme, one or more measurements (batches, seeds); their
+      mean is the line, their extremes the shade around it.
     name: `state_rms` or `grad_norm`.
   """
-  for scheme, several in found.items():
-    _line(axes, scheme, [getattr(one, name) for one in several])
+  for scheme, several in magnitudes.items():
+    _line(axes, scheme, [getattr(measurement, name) for measurement in several])
   title, label = {
     "state_rms": ("Output magnitude", "RMS of the running state"),
     "grad_norm": ("Gradient magnitude", "norm of the block's gradient"),
@@ -178,9 +178,9 @@ def _plain_log_ticks(axes: axes_lib.Axes) -> None:
   axes.yaxis.set_minor_locator(ticker.NullLocator())
 
 
-def _top(found: DepthWeights) -> float:
+def _top(weights: DepthWeights) -> float:
   """The end of the colour scale of both panels: a power of two, from 2 to 8."""
-  both = np.concatenate([multiples(getattr(found, kind)) for kind in KINDS])
+  both = np.concatenate([multiples(getattr(weights, kind)) for kind in KINDS])
   largest = max(1.0, float(np.nanmax(both)))
   return 2.0 ** min(3, max(1, np.ceil(np.log2(largest))))
 

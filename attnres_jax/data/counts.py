@@ -46,20 +46,20 @@ def check(
     ConfigError: the vocabulary is not the tokenizer's, or the run would pass
       over its text more than `data.max_epochs` times.
   """
-  own = config.data
-  if not offline or own.tokenizer == "bytes":
+  data = config.data
+  if not offline or data.tokenizer == "bytes":
     _check_vocabulary(config)
-  if offline and own.source != "stdlib":
+  if offline and data.source != "stdlib":
     return
-  counts = opened.part_tokens if opened else count_tokens(own)
-  tokens = config.train.steps * own.batch_size * own.sequence_length
-  found = epochs(own, counts, tokens)
-  if found > own.max_epochs:
+  counts = opened.part_tokens if opened else count_tokens(data)
+  tokens = config.train.steps * data.batch_size * data.sequence_length
+  passes = epochs(data, counts, tokens)
+  if passes > data.max_epochs:
     config_lib.fail_argument(
       "data.max_epochs",
-      own.max_epochs,
-      f"at least {found:.3g}: the run trains on {tokens:,} tokens, and its text"
-      f" has {sum(counts):,};{_HINT}",
+      data.max_epochs,
+      f"at least {passes:.3g}: the run trains on {tokens:,} tokens, and its"
+      f" text has {sum(counts):,};{_HINT}",
     )
 
 
@@ -89,7 +89,7 @@ def count_tokens(config: config_lib.DataConfig) -> list[int]:
   Raises:
     ConfigError: no such data, or it cannot be read.
   """
-  return [_count(one) for one in config.each_path()]
+  return [_count(part) for part in config.each_path()]
 
 
 def _check_vocabulary(config: config_lib.RunConfig) -> None:

@@ -146,17 +146,17 @@ def splits(
   if config.validation_path:
     field = "data.validation_path"
     held_out = list_files(field, config.validation_path, suffixes)
-  found = {
+  files = {
     documents.TRAIN: _named(train, documents.TRAIN, all_named),
     documents.VALIDATION: _named(held_out, documents.VALIDATION, all_named),
   }
-  if not config.validation_path and found[documents.VALIDATION] == train:
-    return found, True
-  others = {_real(file.path) for file in found[documents.TRAIN]}
-  for file in found[documents.VALIDATION]:
+  if not config.validation_path and files[documents.VALIDATION] == train:
+    return files, True
+  others = {_real(file.path) for file in files[documents.TRAIN]}
+  for file in files[documents.VALIDATION]:
     if _real(file.path) in others:
       file.fail("a file that is not also one to train on")
-  return found, False
+  return files, False
 
 
 def list_files(
@@ -177,12 +177,12 @@ def list_files(
   """
   each = [path]
   if "," in path and not files_lib.check_path(f"config.{field}", path).exists():
-    each = [one for one in path.split(",") if one]
+    each = [entry for entry in path.split(",") if entry]
   return list(
     {
       os.fspath(file.path): file
-      for one in each
-      for file in _list(field, one, suffixes)
+      for entry in each
+      for file in _list(field, entry, suffixes)
     }.values()
   )
 
@@ -208,8 +208,8 @@ def _list(field: str, path: str, suffixes: Sequence[str]) -> list[File]:
     root, names = root.parent, [root.name]
   elif root.is_dir():
     ends = tuple(s + c for s in suffixes or [""] for c in ("", *COMPRESSED))
-    found = files_lib.glob(root, "**/*")
-    names = [name for name in found if name.endswith(ends)]
+    names = files_lib.glob(root, "**/*")
+    names = [name for name in names if name.endswith(ends)]
   elif glob.has_magic(path):
     # A folder may have brackets in its name.
     first = next(
@@ -223,11 +223,11 @@ def _list(field: str, path: str, suffixes: Sequence[str]) -> list[File]:
   if not names:
     kind = " or ".join(f"*{s}" for s in suffixes) or "files"
     config_lib.fail(field, path, f"a file, or a folder or glob with {kind}")
-  found = [File(field, name, root / name) for name in sorted(names)]
-  for file in found:
+  files = [File(field, name, root / name) for name in sorted(names)]
+  for file in files:
     if not fields.is_unicode(file.name):  # It says which split a text is in.
       file.fail("files whose names are UTF-8")
-  return found
+  return files
 
 
 def _named(files: list[File], split: str, all_named: bool) -> list[File]:
@@ -239,8 +239,8 @@ def _named(files: list[File], split: str, all_named: bool) -> list[File]:
   decide = held_out in names and set(names) - {documents.VALIDATION, _TEST}
   if not decide or (all_named and None in names):
     return files
-  wanted = {held_out} if split == documents.VALIDATION else {split, None}
-  return [file for file, name in zip(files, names) if name in wanted]
+  splits_taken = {held_out} if split == documents.VALIDATION else {split, None}
+  return [file for file, name in zip(files, names) if name in splits_taken]
 
 
 def _split_of_name(file: File, all_named: bool) -> str | None:
@@ -251,15 +251,15 @@ def _split_of_name(file: File, all_named: bool) -> str | None:
   """
   for part in reversed(file.name.split("/")):
     words = re.findall(r"[^\W\d_]+", part.lower())
-    found = {_WORDS[word] for word in words if word in _WORDS}
-    if len(found) > 1:
+    labels = {_WORDS[word] for word in words if word in _WORDS}
+    if len(labels) > 1:
       if all_named:
         continue  # A document, such as train_test_split.py.
       file.fail(
-        f"a name that says one split, not {' and '.join(sorted(found))}"
+        f"a name that says one split, not {' and '.join(sorted(labels))}"
       )
-    if found:
-      return found.pop()
+    if labels:
+      return labels.pop()
   return None
 
 

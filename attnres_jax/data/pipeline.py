@@ -79,9 +79,9 @@ def open_dataset(
   if split == documents.VALIDATION and config.validation_path:
     each = each[:1]  # It has a path of its own.
   parts = []
-  for one in each:
-    parts.append(opener(one, split, tokenizer))
-    _check_size(one, split, parts[-1])
+  for path_config in each:
+    parts.append(opener(path_config, split, tokenizer))
+    _check_size(path_config, split, parts[-1])
   return Dataset(
     config, split, parts, tokenizer.describe(), process_index, process_count
   )

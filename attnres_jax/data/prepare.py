@@ -155,8 +155,8 @@ def _begin(
 ) -> dict[str, Any]:
   """Reads `dataset.json` if its settings match, else starts a new one."""
   path = folder / token_files.DATASET_FILE
-  found = list(folder.iterdir()) if folder.is_dir() else []
-  if overwrite or not found:
+  entries = list(folder.iterdir()) if folder.is_dir() else []
+  if overwrite or not entries:
     _check_ours(folder)
     dataset = {"complete": False, "settings": settings, "splits": {}}
     folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def _begin(
     config_lib.fail_argument(
       "--output",
       os.fspath(folder),
-      f"an empty folder (this one has {len(found)} files), or --overwrite",
+      f"an empty folder (this one has {len(entries)} files), or --overwrite",
     )
   for leftover in _shards(folder, "tmp"):
     leftover.unlink()
@@ -190,9 +190,9 @@ def _check_ours(folder: epath.Path) -> None:
   """Refuses to replace or remove files that `prepare` has not written."""
   name, shards = token_files.DATASET_FILE, _shards(folder, "json", "bin")
   words = b'"next_document"'
-  known = lambda: any(words in file.read_bytes() for file in shards)
+  is_ours = lambda: any(words in file.read_bytes() for file in shards)
   marks = {name: ("complete", "settings")}
-  files_lib.refuse_foreign("--output", folder, marks, known)
+  files_lib.refuse_foreign("--output", folder, marks, is_ours)
   if shards and not (folder / name).is_file():
     files_lib.fail_foreign("--output", folder, shards[0].name)
 
@@ -226,7 +226,7 @@ def _write_splits(
     for split in documents.SPLITS
   }
   # Each text with the splits that come from it.
-  for text in {id(one): one for one in opened.values()}.values():
+  for text in {id(source): source for source in opened.values()}.values():
     splits = [split for split in documents.SPLITS if opened[split] is text]
     start = min(writers[split].next_document for split in splits)
     with tqdm.tqdm(

@@ -207,9 +207,9 @@ def _numbered(
 
 def _batches(texts: Iterator[_Numbered]) -> Iterator[list[_Numbered]]:
   batch, size = [], 0
-  for one in texts:
-    batch.append(one)
-    size += len(one[-1])
+  for numbered in texts:
+    batch.append(numbered)
+    size += len(numbered[-1])
     if size >= _ENCODE_BYTES:
       yield batch
       batch, size = [], 0

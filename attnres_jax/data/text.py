@@ -90,8 +90,8 @@ def _read_jsonl(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
           file.fail(f"a line of JSON ({error})", f":{number}")
         if not isinstance(record, dict) or field not in record:
           names = ", ".join(record) if isinstance(record, dict) else "no object"
-          found = f"{file.path}:{number} has {names}"
-          _no_field(field, f"a field of every line ({found})")
+          line_keys = f"{file.path}:{number} has {names}"
+          _no_field(field, f"a field of every line ({line_keys})")
         yield f":{number}", record[field]
 
 
@@ -101,8 +101,8 @@ def _to_utf8(file: paths.File, where: str, text: Any, field: str) -> bytes:
     # JSON can contain half a surrogate pair, which is not valid UTF-8.
     return text.encode(errors="replace")
   if not isinstance(text, bytes):
-    found = "null" if text is None else f"a {type(text).__name__}"
-    file.fail(f"text in {field!r}, not {found}", where)
+    kind = "null" if text is None else f"a {type(text).__name__}"
+    file.fail(f"text in {field!r}, not {kind}", where)
   try:
     text.decode()
   except UnicodeDecodeError as error:
@@ -128,8 +128,8 @@ def _read_parquet(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
     if field not in columns:
       _no_field(field, f"a column of {file.path}: one of {', '.join(columns)}")
     if columns[field] not in (pyarrow.string(), pyarrow.large_string()):
-      found = f"{file.path} has {columns[field]}"
-      _no_field(field, f"a column of strings ({found})")
+      column_dtype = f"{file.path} has {columns[field]}"
+      _no_field(field, f"a column of strings ({column_dtype})")
     number = 0
     for batch in opened.iter_batches(_RECORDS_AT_ONCE, columns=[field]):
       for value in batch.column(0).to_pylist():

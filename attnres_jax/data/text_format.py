@@ -73,8 +73,8 @@ class TextFormat:
   @property
   def prefix_id(self) -> int:
     """What stands before a text whose first token is scored, too."""
-    known = (*self.open_ids, self.bos_id, *self.end_ids)
-    return next((id for id in known if id is not None), 0)
+    candidates = (*self.open_ids, self.bos_id, *self.end_ids)
+    return next((id for id in candidates if id is not None), 0)
 
   def encode(self, text: str, parse_special: bool = False) -> list[int]:
     """Ids of a text without its opening; see `Tokenizer.encode`."""
@@ -174,7 +174,7 @@ class Decoder:
     return bool(text) and _UNKNOWN not in text
 
 
-def own(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
+def of_tokenizer(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
   """The format of a run of ours: the separator opens and ends documents."""
   separator = tokenizer.separator_id
   ends = (separator,) if tokenizer.has_separator else ()
@@ -201,7 +201,7 @@ def of_data(
     path = epath.Path(config.tokenizer_path).expanduser()
     folder = path if path.is_dir() else path.parent
   if folder is None or not (epath.Path(folder) / _IMPORTED).exists():
-    return own(tokenizer_lib.make_tokenizer(config))
+    return of_tokenizer(tokenizer_lib.make_tokenizer(config))
   return of_checkpoint(config, folder)
 
 
@@ -267,21 +267,21 @@ class _Described:
   def ids(self, key: str) -> tuple[int, ...]:
     """The ids of the first file that has the key: a number or a list."""
     for file, values in self._configs.items():
-      found = values.get(key)
-      if found is None:
+      value = values.get(key)
+      if value is None:
         continue
-      found = found if isinstance(found, list) else [found]
+      value = value if isinstance(value, list) else [value]
       # transformers writes -1 for none.
-      found = [id for id in found if id != -1]
-      for id in found:
+      value = [id for id in value if id != -1]
+      for id in value:
         fields.accept(f"{self._folder / file}: {key}", id, fields.Count)
       # A network may have more tokens than its vocabulary file.
-      return tuple(dict.fromkeys(found))
+      return tuple(dict.fromkeys(value))
     return ()
 
   def names(self) -> dict[str, str]:
     """Text of special tokens by their role."""
-    found = {}
+    texts = {}
     for role in _NAMES:
       for file, values in (
         ("special_tokens_map.json", self._map),
@@ -294,13 +294,13 @@ class _Described:
           config_lib.fail_argument(
             f"{self._folder / file}: {role}", value, "the text of a token"
           )
-        found[role] = value
-    return found
+        texts[role] = value
+    return texts
 
   def special(self) -> set[str]:
     """Texts of tokens that these files call special, whatever their role."""
     named, added = (
-      found if isinstance(found := self.tokenizer.get(key), dict) else {}
+      value if isinstance(value := self.tokenizer.get(key), dict) else {}
       for key in ("extra_special_tokens", "added_tokens_decoder")
     )
     special = [
@@ -344,12 +344,12 @@ class _Imported(tokenizer_lib.HuggingFaceTokenizer):
     tokenizer = self._tokenizer
     # Other files make tokens special even if tokenizer.json does not.
     added = tokenizer.get_added_tokens_decoder().values()
-    known = {token.content for token in added if token.special}
+    special_texts = {token.content for token in added if token.special}
     tokenizer.add_special_tokens(
       [
         text
         for text in sorted(described.special())
-        if text not in known and tokenizer.token_to_id(text) is not None
+        if text not in special_texts and tokenizer.token_to_id(text) is not None
       ]
     )
     special = tokenizer.get_added_tokens_decoder().items()
@@ -377,8 +377,8 @@ class _Imported(tokenizer_lib.HuggingFaceTokenizer):
 
   def decode(self, ids: Iterable[int]) -> str:
     # Larger numbers overflow inside the library.
-    known = [id for id in ids if not self.skips(id)]
-    return self._tokenizer.decode(known, skip_special_tokens=True)
+    shown_ids = [id for id in ids if not self.skips(id)]
+    return self._tokenizer.decode(shown_ids, skip_special_tokens=True)
 
   def skips(self, id: int) -> bool:
     return id not in self._text_ids

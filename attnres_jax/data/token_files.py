@@ -95,20 +95,20 @@ class TokenFile:
     """
     dtype = DTYPES[self.dtype]
     start, stop, _ = where.indices(self.count)
-    wanted = max(0, stop - start) * dtype.itemsize
+    span_bytes = max(0, stop - start) * dtype.itemsize
     path = self.file.path
     try:
       with open(self._local, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         offset = self.header_bytes + start * dtype.itemsize
-        content = os.pread(file.fileno(), wanted, offset)
+        content = os.pread(file.fileno(), span_bytes, offset)
     except FileNotFoundError as error:
       raise packing.DataError(f"{path}: {error.strerror}") from error
     except OSError as error:
       if error.errno:  # With a name, an error of a store would lose its text.
         error.filename = error.filename or os.fspath(path)
       raise
-    if size != self.num_bytes or len(content) != wanted:
+    if size != self.num_bytes or len(content) != span_bytes:
       raise packing.DataError(
         f"{path}: has {size} bytes now, {self.num_bytes} when it was opened"
       )
@@ -203,17 +203,18 @@ def read_header(file: paths.File) -> TokenFile:
   size = file.path.stat().length
   sidecar = file._replace(path=file.path.with_suffix(".json"))
   if files_lib.is_file(sidecar.path):
-    found = _from_sidecar(file, sidecar, size)
+    token_file = _from_sidecar(file, sidecar, size)
     told_by = sidecar.path.name
   else:
-    found = _from_llmc_header(file)
+    token_file = _from_llmc_header(file)
     told_by = "its header"
-  if size != found.num_bytes:
+  if size != token_file.num_bytes:
     file.fail(
-      f"a file of {found.num_bytes} bytes, as {told_by} says ({found.count}"
-      f" {found.dtype} ids), not of {size}: it is cut off or damaged"
+      f"a file of {token_file.num_bytes} bytes, as {told_by} says"
+      f" ({token_file.count} {token_file.dtype} ids), not of {size}: it is cut"
+      " off or damaged"
     )
-  return found
+  return token_file
 
 
 def _from_sidecar(
@@ -223,22 +224,22 @@ def _from_sidecar(
     values = files_lib.read_json(sidecar.path)
   except ValueError as error:
     sidecar.fail(f"a sidecar with a JSON object inside ({error})")
-  found = {
+  header = {
     name: fields.accept(f"{sidecar.path}: {name}", values[name], kind)
     for name, kind in _SIDECAR.items()
     if values.get(name) is not None
   }
-  if "dtype" not in found:
+  if "dtype" not in header:
     sidecar.fail('a sidecar with "dtype" one of ' + ", ".join(DTYPES))
-  dtype = DTYPES[found["dtype"]]
+  dtype = DTYPES[header["dtype"]]
   largest = int(np.iinfo(dtype).max)
-  if "vocab_size" in found:
-    largest = min(largest, found["vocab_size"] - 1)
-  if found.get("separator_id", 0) > largest:
+  if "vocab_size" in header:
+    largest = min(largest, header["vocab_size"] - 1)
+  if header.get("separator_id", 0) > largest:
     sidecar.fail(f'a sidecar with a "separator_id" up to {largest}')
-  header_bytes = found.setdefault("header_bytes", 0)
-  found.setdefault("count", max(0, size - header_bytes) // dtype.itemsize)
-  return TokenFile(file, **found)
+  header_bytes = header.setdefault("header_bytes", 0)
+  header.setdefault("count", max(0, size - header_bytes) // dtype.itemsize)
+  return TokenFile(file, **header)
 
 
 def _from_llmc_header(file: paths.File) -> TokenFile:
@@ -246,11 +247,11 @@ def _from_llmc_header(file: paths.File) -> TokenFile:
     header = np.frombuffer(opened.read(3 * 4).ljust(3 * 4, b"\0"), "<i4")
   magic = int(header[0])
   if magic not in _LLMC_FORMATS:
-    known = " or ".join(map(str, _LLMC_FORMATS))
+    magics = " or ".join(map(str, _LLMC_FORMATS))
     sidecar = file.path.with_suffix(".json").name
     file.fail(
       f"a token file: a sidecar {sidecar} beside it, or an llm.c header with"
-      f" magic {known} (found {magic})"
+      f" magic {magics} (found {magic})"
     )
   version, dtype, vocab_size, separator_id = _LLMC_FORMATS[magic]
   if header[1] != version or header[2] < 0:
@@ -355,21 +356,21 @@ def _identify(
   for ids in _pieces(file, in_full):
     digest.update(ids.data)
     largest = max(largest, int(ids.max(initial=0)))
-  found = digest.hexdigest()
-  if in_full and file.sha256 not in (None, found):
+  sha256 = digest.hexdigest()
+  if in_full and file.sha256 not in (None, sha256):
     file.file.fail(
-      f"ids with the SHA-256 {file.sha256} of the sidecar (found {found})"
+      f"ids with the SHA-256 {file.sha256} of the sidecar (found {sha256})"
     )
   if file.count and largest >= vocab_size:
     file.file.fail(
       f"token ids below the vocabulary size {vocab_size} (found {largest})"
     )
-  known = in_full or file.sha256
+  covers_all = in_full or file.sha256
   return {
     "name": file.file.path.name,
     "tokens": file.count,
     "dtype": file.dtype,
-    "sha256" if known else "sampled_sha256": file.sha256 or found,
+    "sha256" if covers_all else "sampled_sha256": file.sha256 or sha256,
   }
 
 

@@ -159,13 +159,13 @@ class HuggingFaceTokenizer(Tokenizer):
         f"a special token of {config.tokenizer_path}, or nothing",
       )
     names = [config.separator] if config.separator else _SEPARATOR_NAMES
-    known = [name for name in names if name in ids]
-    usable = (ids[name] for name in known if self._is_no_text(name, ids[name]))
+    texts = [name for name in names if name in ids]
+    usable = (ids[name] for name in texts if self._is_no_text(name, ids[name]))
     self.separator_id = next(usable, num_ids)
-    if known and self.separator_id == num_ids:
+    if texts and self.separator_id == num_ids:
       config_lib.fail(
         "data.separator",
-        config.separator or known[0],
+        config.separator or texts[0],
         "a token that no text becomes (this tokenizer reads the same text as"
         " the token)",
       )
@@ -206,8 +206,8 @@ class HuggingFaceTokenizer(Tokenizer):
     shown, run = [], []
     for id in map(int, ids):
       # Negative ids overflow inside the library.
-      known = id >= 0 and self._tokenizer.id_to_token(id) is not None
-      if known and id != self.separator_id:
+      has_text = id >= 0 and self._tokenizer.id_to_token(id) is not None
+      if has_text and id != self.separator_id:
         run.append(id)
         continue
       shown.append(self._decode(run))

@@ -64,9 +64,9 @@ def flops_per_token(
   parts = dict.fromkeys(("projections", "attention", "recurrence", "mlp"), 0.0)
   for i, of_sublayer in enumerate(_of_sublayers(model, sequence_length)):
     # Mixers and MLPs alternate.
-    own = "mlp" if i % 2 else "projections"
+    default_part = "mlp" if i % 2 else "projections"
     for part, flops in of_sublayer.items():
-      parts[part or own] += flops
+      parts[part or default_part] += flops
   return FlopsPerToken(
     **parts,
     head=2 * model.width * model.vocab_size,
@@ -78,12 +78,12 @@ def flops_of_kinds(
   model: config_lib.ModelConfig, sequence_length: int
 ) -> dict[str, float]:
   """Forward FLOPs per token of all sublayers of each kind."""
-  found = dict.fromkeys(model.sublayer_kinds, 0.0)
+  totals = dict.fromkeys(model.sublayer_kinds, 0.0)
   for kind, of_sublayer in zip(
     model.sublayer_kinds, _of_sublayers(model, sequence_length)
   ):
-    found[kind] += sum(of_sublayer.values())
-  return found
+    totals[kind] += sum(of_sublayer.values())
+  return totals
 
 
 def _of_sublayers(
@@ -105,8 +105,8 @@ def _of_sublayer(
   del registered
   core = sublayer.abstract_core(kind, model)
   x_BTD = jax.ShapeDtypeStruct((1, length, model.width), model.dtype)
-  found = programs.flops(lambda core, x_BTD: core(x_BTD), core, x_BTD)
-  return {part: flops / length for part, flops in found.items()}
+  flops_of_part = programs.flops(lambda core, x_BTD: core(x_BTD), core, x_BTD)
+  return {part: flops / length for part, flops in flops_of_part.items()}
 
 
 def residual_flops(model: config_lib.ModelConfig) -> float:

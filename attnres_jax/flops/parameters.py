@@ -77,21 +77,21 @@ def _modules(
 ) -> Mapping[str, Parts]:
   """{part: {module: count}} of a network."""
   del registered  # Part of the cache's key.
-  found: dict[str, dict[str, Count]] = {}
+  counts: dict[str, dict[str, Count]] = {}
 
   def add(parameter: sharding.Parameter) -> None:
     part, module = _place(parameter.name)
-    modules = found.setdefault(part, {})
+    modules = counts.setdefault(part, {})
     count = _count(model, part, parameter)
     modules[module] = modules.get(module, Count()) + count
 
   # An unknown vocabulary counts as empty.
-  known = dataclasses.replace(model, vocab_size=model.vocab_size or 1)
-  network = jax.eval_shape(lambda: models.build_model(known))
+  sized = dataclasses.replace(model, vocab_size=model.vocab_size or 1)
+  network = jax.eval_shape(lambda: models.build_model(sized))
   sharding.map_parameters(add, network)
   if not model.vocab_size:
-    found["embedding"], found["head"] = {}, {}
-  return found
+    counts["embedding"], counts["head"] = {}, {}
+  return counts
 
 
 def _place(name: str) -> tuple[str, str]:

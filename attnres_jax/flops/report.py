@@ -75,8 +75,8 @@ def _parameters(model: config_lib.ModelConfig) -> dict[str, Any]:
     }
     if name in model.sublayer_kinds:
       rows[name]["modules"] = {
-        module: {"total": one.total, "active": one.active}
-        for module, one in parameters.of_modules(model, name).items()
+        module: {"total": module_count.total, "active": module_count.active}
+        for module, module_count in parameters.of_modules(model, name).items()
       }
   return rows
 
@@ -120,9 +120,9 @@ def to_text(report: Report) -> str:
     parts.append(
       (name, row["number"], row["each"], row["total"], row["active"])
     )
-    for module, one in row.get("modules", {}).items():
-      each = one["total"] // row["number"]
-      parts.append((f"  {module}", "", each, one["total"], one["active"]))
+    for module, count in row.get("modules", {}).items():
+      each = count["total"] // row["number"]
+      parts.append((f"  {module}", "", each, count["total"], count["active"]))
   totals = [
     (name, "", "", row["total"], row["active"])
     for name, row in report["totals"].items()

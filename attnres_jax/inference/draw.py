@@ -107,13 +107,13 @@ def _random(logits_BV, rows, position_B):
     jnp.any(cuts), lambda: _cut(logits_BV, rows), lambda: logits_BV
   )
 
-  def one(logits_V, seed, stream, position):
+  def draw_row(logits_V, seed, stream, position):
     key = jax.random.fold_in(draws.key(seed), stream)
     key = jax.random.fold_in(key, position)
     return jax.random.categorical(key, logits_V)
 
   with draws.reproducible():
-    return jax.vmap(one)(logits_BV, rows.seed, rows.stream, position_B)
+    return jax.vmap(draw_row)(logits_BV, rows.seed, rows.stream, position_B)
 
 
 def _cut(logits_BV, rows):

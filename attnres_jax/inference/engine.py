@@ -328,5 +328,5 @@ def _bucket(size: int, least: int, most: int, factor: int) -> int:
 def _as_arrays(request: Request) -> dict[str, Any]:
   dtypes = dict(top_k=np.int32, seed=np.uint32)
   settings = dataclasses.asdict(request.settings).items()
-  found = {name: dtypes.get(name, np.float32)(v) for name, v in settings}
-  return found | dict(stream=np.uint32(request.stream))
+  arrays = {name: dtypes.get(name, np.float32)(v) for name, v in settings}
+  return arrays | dict(stream=np.uint32(request.stream))

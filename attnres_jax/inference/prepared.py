@@ -77,7 +77,7 @@ def formats(model: Any) -> Any:
     A tree like it.
   """
 
-  def one(parameter: sharding.Parameter) -> Sharding | layout_lib.Format:
+  def format_of(parameter: sharding.Parameter) -> Sharding | layout_lib.Format:
     placed, ndim = parameter.value.sharding, parameter.value.ndim
     _, _, columns = parameter.axes.rpartition("|")
     if not parameter.is_matrix or len(columns) < 2:
@@ -88,4 +88,4 @@ def formats(model: Any) -> Any:
     order.insert(ndim - 2, rows)
     return layout_lib.Format(layout_lib.Layout(tuple(order)), placed)
 
-  return sharding.map_parameters(one, model)
+  return sharding.map_parameters(format_of, model)

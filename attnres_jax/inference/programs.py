@@ -127,8 +127,8 @@ def _on(function: Any) -> Any:
       state, *rest = function(model, state, *args, **static)
     if mesh is not None:
       # Every process reads what was drawn.
-      whole = sharding.replicated(mesh)
-      rest = jax.lax.with_sharding_constraint(rest, whole)
+      replicated = sharding.replicated(mesh)
+      rest = jax.lax.with_sharding_constraint(rest, replicated)
     return keep_sharded(model, state, mesh), *rest
 
   run.__name__ = function.__name__

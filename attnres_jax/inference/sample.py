@@ -64,7 +64,7 @@ def sample_text(
   from attnres_jax.inference import text
 
   settings = settings_lib.Settings(temperature=temperature, seed=seed)
-  text_format = text_format_lib.own(tokenizer)
+  text_format = text_format_lib.of_tokenizer(tokenizer)
   request = text.request(
     text_format, prompt, num_tokens, settings, past_end=True
   )

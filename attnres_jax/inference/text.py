@@ -141,10 +141,10 @@ class Text:
   def _release(self, more: str) -> str:
     """Holds back what may be the start of a stop string."""
     text = self._held + more
-    found = [at for at in map(text.find, self._stop) if at >= 0]
-    if found:
+    starts = [at for at in map(text.find, self._stop) if at >= 0]
+    if starts:
       self.stopped, self._held = True, ""
-      return text[: min(found)]
+      return text[: min(starts)]
     held = max((_overlap(text, stop) for stop in self._stop), default=0)
     self._held = text[len(text) - held :]
     return text[: len(text) - held]

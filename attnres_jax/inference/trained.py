@@ -47,8 +47,8 @@ def find(options: argparse.Namespace) -> tuple[epath.Path, int]:
       "--workdir", options.workdir, "the folder of a run with a checkpoint"
     )
   if options.step is not None and options.step not in steps:
-    known = ", ".join(map(str, steps))
-    config_lib.fail_argument("--step", options.step, f"one of {known}")
+    choices = ", ".join(map(str, steps))
+    config_lib.fail_argument("--step", options.step, f"one of {choices}")
   return folder, steps[-1] if options.step is None else options.step
 
 

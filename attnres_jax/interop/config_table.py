@@ -69,9 +69,9 @@ class Keys:
       ConfigError: it has another value.
     """
     value = self._left.pop(name, None)
-    same = any(type(value) is type(one) and value == one for one in accepted)
+    same = any(type(value) is type(v) and value == v for v in accepted)
     if value is not None and not same:
-      words = " or ".join(repr(one) for one in accepted) or "null"
+      words = " or ".join(repr(v) for v in accepted) or "null"
       self.fail(name, value, f"{words}; nothing else can be imported")
 
   def ignore(self, *names: str) -> None:
@@ -95,10 +95,10 @@ class Keys:
     for name in IDS:
       value = self._left.pop(name, None)
       several = name == "eos_token_id" and isinstance(value, list)
-      for one in value if several else [value]:
+      for id in value if several else [value]:
         # LLaMA 1 says -1 for no padding.
-        absent = one is None or (name == "pad_token_id" and one == -1)
-        if not absent and (type(one) is not int or not 0 <= one < vocab_size):
+        absent = id is None or (name == "pad_token_id" and id == -1)
+        if not absent and (type(id) is not int or not 0 <= id < vocab_size):
           self.fail(name, value, f"ids from 0 to {vocab_size - 1}, or null")
 
   def finish(self) -> None:
@@ -146,8 +146,8 @@ def key(
   """
   names = fields.split()
 
-  def read(keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
-    usual = default(found) if callable(default) else default
+  def read(keys: Keys, so_far: Mapping[str, Any]) -> dict[str, Any]:
+    usual = default(so_far) if callable(default) else default
     return dict.fromkeys(names, keys.take(name, kind, usual))
 
   def write(config: config_lib.ModelConfig) -> dict[str, Any]:
@@ -161,21 +161,21 @@ def fixed(name: str, *accepted: Any, written: bool = True) -> Entry:
   """A key with which there is only one function; the first value is written."""
   written_as = {name: next(iter(accepted), None)} if written else {}
   return Entry(
-    lambda keys, found: keys.expect(name, *accepted), lambda c: written_as
+    lambda keys, so_far: keys.expect(name, *accepted), lambda c: written_as
   )
 
 
 def same(name: str, field: str) -> Entry:
   """A key that has to state what a field states already."""
   return Entry(
-    lambda keys, found: keys.expect(name, found[field]),
+    lambda keys, so_far: keys.expect(name, so_far[field]),
     lambda config: {name: get(config, field)},
   )
 
 
 def ignored(*names: str) -> Entry:
   """Keys that do not change the function."""
-  return Entry(lambda keys, found: keys.ignore(*names))
+  return Entry(lambda keys, so_far: keys.ignore(*names))
 
 
 def read(
@@ -191,10 +191,10 @@ def read(
   Raises:
     ConfigError: a key is unknown, or has a value that cannot be imported.
   """
-  found = dict(fields)
+  so_far = dict(fields)
   for entry in entries:
-    found |= entry.read(keys, found) or {}
-  config = build(found)
+    so_far |= entry.read(keys, so_far) or {}
+  config = build(so_far)
   finish(keys, config)
   return config
 
@@ -223,9 +223,9 @@ def finish(
   Raises:
     ConfigError: a key is unknown, or contradicts the network.
   """
-  found = config_lib.flatten(dataclasses.asdict(config))
+  written = config_lib.flatten(dataclasses.asdict(config))
   for entry in beside:
-    entry.read(keys, found)
+    entry.read(keys, written)
   for name in LENGTHS:
     keys.take(name, kinds.Size, 1)
   keys.ignore(*_HARMLESS)
@@ -257,8 +257,8 @@ def check_same(
   """
   ours, theirs = (dataclasses.asdict(network(c)) for c in (config, written))
   wrong = [
-    f"config.model.{field}: got {value!r}, expected {only!r}"
-    for field, (value, only) in config_lib.differences(ours, theirs).items()
+    f"config.model.{field}: got {value!r}, expected {other!r}"
+    for field, (value, other) in config_lib.differences(ours, theirs).items()
   ]
   if wrong:
     raise config_lib.ConfigError("; ".join(wrong))
@@ -272,14 +272,14 @@ def build(fields: Mapping[str, Any]) -> config_lib.ModelConfig:
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
   """Fields by dotted name as objects in objects."""
-  found: dict[str, Any] = {}
+  tree: dict[str, Any] = {}
   for name, value in fields.items():
     *parents, leaf = name.split(".")
-    node = found
+    node = tree
     for parent in parents:
       node = node.setdefault(parent, {})
     node[leaf] = value
-  return found
+  return tree
 
 
 def get(config: Any, field: str) -> Any:
@@ -313,17 +313,17 @@ def network(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
     "rope.": attends and config.rope_theta and config.rope.scaling != "none",
     "residual.": scheme != "prenorm",
   }  # fmt: skip
-  kept = {"residual.name"}
+  effective = {"residual.name"}
   if scheme in ("block_attnres", "full_attnres"):
     effects["residual."] = False
-    kept |= {name for name in flat if name.startswith("residual.read.")}
+    effective |= {name for name in flat if name.startswith("residual.read.")}
     if flat["residual.read.heads"] == 1:  # As is 0.
       flat["residual.read.heads"] = 0
   without = tuple(
     name for name, has_effect in effects.items() if not has_effect
   )
   for name in flat:
-    if name.startswith(without) and name not in kept:
+    if name.startswith(without) and name not in effective:
       flat[name] = plain[name]
   residual = config.residual
   if scheme == "block_attnres" and (residual.block_size or residual.num_blocks):

@@ -114,8 +114,8 @@ _HEAD_WIDTH = key(
 _WINDOWS = (
   fixed("use_sliding_window", False),
   table.Entry(
-    lambda keys, found: keys.expect(
-      "layer_types", ["full_attention"] * found["num_layers"]
+    lambda keys, so_far: keys.expect(
+      "layer_types", ["full_attention"] * so_far["num_layers"]
     )
   ),
   # Without effect unless windows are used.
@@ -153,7 +153,7 @@ _KDA_OF_TYPES = "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"
 _GATES = (
   key("use_full_rank_gate", "kda.full_rank_gate", bool, False),
   table.Entry(
-    lambda keys, found: {
+    lambda keys, so_far: {
       "kda.decay_bound": keys.take("gate_lower_bound", _BOUND, 0.0)
     },
     lambda c: {"gate_lower_bound": -c.kda.decay_bound or None},
@@ -165,8 +165,8 @@ def _mixers(*shape: table.Entry) -> table.Entry:
   """Which mixers are where, and the shape of KDA."""
   name = "linear_attn_config"
 
-  def read(keys: table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
-    count, fields = found["num_layers"], dict(found)
+  def read(keys: table.Keys, so_far: Mapping[str, Any]) -> dict[str, Any]:
+    count, fields = so_far["num_layers"], dict(so_far)
     inner, entries = keys, _kda(*_KDA_OF_TYPES)
     if keys.has(name):  # As published.
       inner, entries = keys.below(name), shape
@@ -179,7 +179,7 @@ def _mixers(*shape: table.Entry) -> table.Entry:
       types = keys.take("layer_types", tuple[str, ...])
       if len(types) != count or not set(types) <= set(_TYPES):
         keys.fail("layer_types", types, f"{count} of {', '.join(_TYPES)}")
-      mixers = [_TYPES[one] for one in types]
+      mixers = [_TYPES[layer_type] for layer_type in types]
     for entry in entries:
       fields |= entry.read(inner, fields) or {}
     if inner is not keys:
@@ -201,9 +201,9 @@ def _mixers(*shape: table.Entry) -> table.Entry:
   return table.Entry(read, write)
 
 
-def _read_dense(keys: table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_dense(keys: table.Keys, so_far: Mapping[str, Any]) -> dict[str, Any]:
   """How many layers, the first ones, have a dense MLP."""
-  types, count = keys.take("mlp_layer_types", list, []), found["num_layers"]
+  types, count = keys.take("mlp_layer_types", list, []), so_far["num_layers"]
   usual = types.count("dense") if types else 1
   dense = keys.take("first_k_dense_replace", kinds.Count, usual)
   if types and types != ["dense"] * min(dense, count) + ["sparse"] * (
@@ -260,10 +260,10 @@ def _situ(name: str, field: str) -> table.Entry:
   )  # fmt: skip
 
 
-def _read_blocks(keys: table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
+def _read_blocks(keys: table.Keys, so_far: Mapping[str, Any]) -> dict[str, Any]:
   """Blocks of config.json count transformer blocks, ours count sublayers."""
   size = 2 * keys.take("attn_res_block_size", kinds.Size)
-  return {"residual.block_size": min(size, 2 * found["num_layers"])}
+  return {"residual.block_size": min(size, 2 * so_far["num_layers"])}
 
 
 def _write_blocks(config: config_lib.ModelConfig) -> dict[str, Any]:
@@ -321,17 +321,17 @@ _GENERIC = {
 }  # fmt: skip
 
 
-def _said(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
+def _written(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
   """The network with only the fields that are written."""
   shape = table.network(config)
   return table.build({name: table.get(shape, name) for name in FIELDS})
 
 
-def _read_network(keys: table.Keys, found: Any) -> dict[str, Any]:
-  del found
+def _read_network(keys: table.Keys, so_far: Any) -> dict[str, Any]:
+  del so_far
   config = table.build(config_lib.flatten(keys.take("network", dict)))
   # Exports of earlier versions state all fields.
-  table.check_same(_said(config), config)
+  table.check_same(_written(config), config)
   for name, field in _GENERIC.items():
     keys.expect(name, table.get(config, field))
   return config_lib.flatten(dataclasses.asdict(config))
@@ -347,7 +347,7 @@ def _write_network(config: config_lib.ModelConfig) -> dict[str, Any]:
   classes = {"AutoConfig": "AttnResConfig", "AutoModelForCausalLM": _TWIN}
   return {name: table.get(config, f) for name, f in _GENERIC.items()} | {
     "network": nested,
-    "auto_map": {n: f"{_CODE.stem}.{one}" for n, one in classes.items()},
+    "auto_map": {n: f"{_CODE.stem}.{c}" for n, c in classes.items()},
   }
 
 
@@ -410,10 +410,10 @@ def of_config_json(
   Raises:
     ConfigError: there is no such family, or it is for another task.
   """
-  known = ", ".join(FAMILIES)
+  families = ", ".join(FAMILIES)
   name = values.get("model_type")
   if not isinstance(name, str) or name not in FAMILIES:
-    config_lib.fail_argument(f"{where}: model_type", name, f"one of {known}")
+    config_lib.fail_argument(f"{where}: model_type", name, f"one of {families}")
   family = FAMILIES[name]
   classes = values.get("architectures")
   if classes not in (None, [family.architecture]):

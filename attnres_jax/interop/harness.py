@@ -172,8 +172,8 @@ class Network(model_lib.TemplateLM):
       for row, i in enumerate(batch):
         tokens_BT[row, : len(texts[i])] = texts[i]
       placed = jax.device_put(tokens_BT, sharding.batch_sharding(self._mesh))
-      found = _next_tokens(self._model, placed, mesh=self._mesh)
-      logprob_BT, best_BT = jax.device_get(found)
+      scored = _next_tokens(self._model, placed, mesh=self._mesh)
+      logprob_BT, best_BT = jax.device_get(scored)
       for row, i in enumerate(batch):
         stop, end = len(texts[i]) - 1, pairs[i][1]
         at = slice(stop - len(end), stop)

@@ -96,12 +96,12 @@ def read(folder: str | os.PathLike) -> Source:
       tensors[left].file, f"tensor {left!r} is not part of the network"
     )
   # Codes in four bits become weights of the dtype of the others.
-  all_dtypes = [tensors[one].dtype for one in used]
-  all_dtypes = [one for one in all_dtypes if one in tensor_files.DTYPES]
+  all_dtypes = [tensors[name].dtype for name in used]
+  all_dtypes = [d for d in all_dtypes if d in tensor_files.DTYPES]
   dtype = max(sorted(set(all_dtypes)), key=all_dtypes.count)
   plain = [rule for rule in rules if not rule.packed]
   dtypes = {rule.leaf: _dtype_of(rule, tensors) for rule in plain}
-  dtypes = {leaf: one for leaf, one in dtypes.items() if one != dtype}
+  dtypes = {leaf: d for leaf, d in dtypes.items() if d != dtype}
   return Source(
     folder, name, config, values, dtype, dtypes, rules, tensors, copies
   )
@@ -111,8 +111,8 @@ def _dtype_of(
   rule: rules_lib.Rule, tensors: Mapping[str, tensor_files.Tensor]
 ) -> str:
   """The dtype of a leaf's tensors, or if they differ, one that rounds none."""
-  found = {tensors[name].dtype for name in rule.names}
-  return found.pop() if len(found) == 1 else "F32"
+  dtypes = {tensors[name].dtype for name in rule.names}
+  return dtypes.pop() if len(dtypes) == 1 else "F32"
 
 
 def _check_count(
@@ -143,13 +143,13 @@ def _as_stored(
 def _renamed(
   family: families.Family, tensors: Mapping[str, tensor_files.Tensor]
 ) -> dict[str, tensor_files.Tensor]:
-  found: dict[str, tensor_files.Tensor] = {}
+  renamed: dict[str, tensor_files.Tensor] = {}
   for name, tensor in tensors.items():
     ours = re.sub(*family.renamed, name)
-    if ours in found:
+    if ours in renamed:
       tensor_files.fail(tensor.file, f"tensor {name!r} is there twice")
-    found[ours] = tensor
-  return found
+    renamed[ours] = tensor
+  return renamed
 
 
 def _check(
@@ -186,13 +186,13 @@ def _copies(
   others: Collection[str],
 ) -> dict[str, str]:
   """Tensors that are not needed -> the one that they copy, or ""."""
-  prefix, found = family.names.prefix, {}
+  prefix, copies = family.names.prefix, {}
   for name in others:
     if config.tie_embeddings and name == f"{prefix}lm_head.weight":
-      found[name] = f"{prefix}model.embed_tokens.weight"
+      copies[name] = f"{prefix}model.embed_tokens.weight"
     elif any(re.fullmatch(pattern, name) for pattern in family.unused):
-      found[name] = ""
-  return found
+      copies[name] = ""
+  return copies
 
 
 def _check_copies(source: Source) -> None:
@@ -205,10 +205,10 @@ def _check_copies(source: Source) -> None:
     tensor = source.tensors[name]
     if name.endswith(_FREQUENCIES):
       half = source.config.head_size // 2
-      wanted = source.config.rope_theta ** (-np.arange(half) / half)
+      frequencies = source.config.rope_theta ** (-np.arange(half) / half)
       # Old files have them in 16 bits.
       same = tensor.shape == (half,) and np.allclose(
-        _wide(tensor), wanted, rtol=1e-2, atol=0
+        _wide(tensor), frequencies, rtol=1e-2, atol=0
       )
       what = f"those of rope_theta={source.config.rope_theta}"
     elif original:
@@ -217,7 +217,7 @@ def _check_copies(source: Source) -> None:
       rows = other.shape[0]
       pieces = [slice(i, min(i + 1024, rows)) for i in range(0, rows, 1024)]
       same = tensor.shape == other.shape and all(
-        (_wide(tensor, one) == _wide(other, one)).all() for one in pieces
+        (_wide(tensor, piece) == _wide(other, piece)).all() for piece in pieces
       )
       what = f"{original!r}, which config.json says it copies"
     else:
@@ -275,14 +275,14 @@ def _load_leaf(
 ) -> jax.Array:
   # jax.make_array_from_callback would hold the shards of all devices of this
   # host before it sends any.
-  wanted: dict[Any, list[jax.Device]] = {}
+  devices_of: dict[Any, list[jax.Device]] = {}
   indices = place.addressable_devices_indices_map(leaf.shape)
   for device, index in indices.items():
     index = index or ()
     bounds = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape))
-    wanted.setdefault(bounds, []).append(device)
+    devices_of.setdefault(bounds, []).append(device)
   arrays = []
-  for bounds, devices in wanted.items():
+  for bounds, devices in devices_of.items():
     index = tuple(slice(*b) for b in bounds)
     dtype = np.dtype(leaf.dtype)
     shard = rule.read(source.tensors, index, dtype)
@@ -357,5 +357,5 @@ def export(
 
 def _is_finite(leaf: jax.Array, dtype: np.dtype) -> bool:
   """Whether all values are finite in a dtype."""
-  narrow = min(dtype, np.dtype(np.float32), key=lambda one: one.itemsize)
+  narrow = min(dtype, np.dtype(np.float32), key=lambda d: d.itemsize)
   return bool(jnp.isfinite(leaf.astype(narrow)).all())

@@ -74,12 +74,12 @@ def _import(options: argparse.Namespace) -> None:
     source.config, dtype=dtype, parameter_dtype=options.parameter_dtype
   )
   source = dataclasses.replace(source, config=model_config)
-  kept = {
+  companions = {
     name: (folder / name).read_bytes()
     for name in COMPANIONS
     if (folder / name).is_file()
   }
-  name, path = _tokenizer(options.tokenizer, folder, kept)
+  name, path = _tokenizer(options.tokenizer, folder, companions)
   length = _longest(source.values)
   described: dict[str, Any] = dict(
     tokenizer=name, tokenizer_path=path, sequence_length=length
@@ -89,7 +89,7 @@ def _import(options: argparse.Namespace) -> None:
   )
   if path:
     # In place of the checkpoint's, where transformers looks for it.
-    kept[_VOCABULARY] = pathlib.Path(path).read_bytes()
+    companions[_VOCABULARY] = pathlib.Path(path).read_bytes()
     described["tokenizer_path"] = str(workdir.absolute() / _VOCABULARY)
   config = config_lib.RunConfig(
     name=f"{source.family}_{folder.absolute().name}",
@@ -113,7 +113,7 @@ def _import(options: argparse.Namespace) -> None:
       if key in source.values
     },
   }
-  weights_folder.write(workdir, config, model, facts, kept)
+  weights_folder.write(workdir, config, model, facts, companions)
   count = sum(leaf.size for leaf in jax.tree.leaves(model))
   print(
     f"{source.family}, {count:,} parameters from {len(source.tensors)} tensors"
@@ -124,12 +124,12 @@ def _import(options: argparse.Namespace) -> None:
 def _longest(values: dict[str, Any]) -> int:
   """Tokens of the longest sequence that a network was trained on."""
   values = values | values.get("text_config", {})
-  found = [values[name] for name in config_table.LENGTHS if values.get(name)]
-  return found[0] if found else _DEFAULT_LENGTH
+  lengths = [values[name] for name in config_table.LENGTHS if values.get(name)]
+  return lengths[0] if lengths else _DEFAULT_LENGTH
 
 
 def _tokenizer(
-  given: str, folder: pathlib.Path, kept: dict[str, bytes]
+  given: str, folder: pathlib.Path, companions: dict[str, bytes]
 ) -> tuple[str, str]:
   """Name and vocabulary file of the tokenizer."""
   if given == "bytes":
@@ -137,7 +137,7 @@ def _tokenizer(
   if given:
     path = files.check_path("--tokenizer", given, ())
     return "hf", str(path / _VOCABULARY if path.is_dir() else path)
-  if _VOCABULARY not in kept:
+  if _VOCABULARY not in companions:
     config_lib.fail_argument(
       "--path", str(folder), f"a folder with {_VOCABULARY} (or --tokenizer)"
     )

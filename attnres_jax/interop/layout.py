@@ -81,19 +81,19 @@ def rules_of(
     name.removesuffix("/value"): tuple(leaf.shape)
     for name, leaf in trees.to_flat(abstract).items()
   }
-  found = tuple(_rules(config, names, shapes))
-  leaves = [rule.leaf.removesuffix("/value") for rule in found]
+  all_rules = tuple(_rules(config, names, shapes))
+  leaves = [rule.leaf.removesuffix("/value") for rule in all_rules]
   if sorted(leaves) != sorted(shapes):
     wrong = set(leaves) ^ shapes.keys()
     raise ValueError(f"no rule, or several: {', '.join(sorted(wrong))}")
-  return found
+  return all_rules
 
 
 def _rules(
   config: config_lib.ModelConfig, names: Names, shapes: Mapping[str, Any]
 ) -> Iterator[rules.Rule]:
   def rule(leaf: str, tensors: list[str], **layout: Any) -> rules.Rule:
-    tensors = [names.prefix + one for one in tensors]
+    tensors = [names.prefix + tensor for tensor in tensors]
     return rules.Rule(f"{leaf}/value", shapes[leaf], tuple(tensors), **layout)
 
   yield rule("embedding/table", ["model.embed_tokens.weight"], columns=1)

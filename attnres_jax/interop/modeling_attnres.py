@@ -48,10 +48,10 @@ class AttnResConfig(PretrainedConfig):
 def kinds(network):
   """The kinds of mixer and MLP of each layer."""
   mixers, moe, count = network["mixers"], network["moe"], network["num_layers"]
-  found = [mixers[i % len(mixers)] for i in range(count)]
-  found[-1] = network["last_mixer"] or found[-1]
+  order = [mixers[i % len(mixers)] for i in range(count)]
+  order[-1] = network["last_mixer"] or order[-1]
   dense = moe["dense_layers"] if moe["num_experts"] else count
-  return [(one, "mlp" if i < dense else "moe") for i, one in enumerate(found)]
+  return [(m, "mlp" if i < dense else "moe") for i, m in enumerate(order)]
 
 
 def block_size(network):
@@ -139,14 +139,14 @@ def cache_of(given, rows, layers):
   """
   if given is None or not _length(given):
     return Cache(0, [None] * layers)
-  found = f"a {type(given).__name__}"
+  description = f"a {type(given).__name__}"
   if isinstance(given, Cache):
     sizes = {a.shape[0] for layer in given.layers for a in layer}
     if (len(given.layers), sizes) == (layers, {rows}):
       return given
-    found = f"a cache of {len(given.layers)} layers and {[*sizes]} rows"
+    description = f"a cache of {len(given.layers)} layers and {[*sizes]} rows"
   raise ValueError(
-    f"{_CACHE}: got {found}, expected what this model returned with"
+    f"{_CACHE}: got {description}, expected what this model returned with"
     f" use_cache=True for {layers} layers and {rows} rows (beams are rows)"
   )
 
@@ -190,8 +190,8 @@ def rotated(x_BTNH, theta, rope, position_BT):
   if rope["scaling"] != "none":
     low, high = rope["low_turns"], rope["high_turns"]
     turns = rope["original_length"] * frequency / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    frequency = frequency * (kept + (1 - kept) / rope["factor"])
+    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    frequency = frequency * (unscaled + (1 - unscaled) / rope["factor"])
   angle = position_BT[:, :, None, None].float() * frequency
   cos, sin = angle.cos(), angle.sin()
   first, second = x_BTNH.float().chunk(2, -1)
@@ -210,9 +210,9 @@ class Attention(nn.Module):
     heads, kv_heads = network["num_heads"], network["num_kv_heads"]
     self.groups, variant = heads // kv_heads, network["attention"]
     self.theta, self.rope = network["rope_theta"], network["rope"]
-    for one, count in ("q", heads), ("k", kv_heads), ("v", kv_heads):
+    for letter, count in ("q", heads), ("k", kv_heads), ("v", kv_heads):
       made = linear(width, count * self.head, bias=variant["qkv_bias"])
-      self.add_module(f"{one}_proj", made)
+      self.add_module(f"{letter}_proj", made)
     self.o_proj = linear(heads * self.head, width, bias=variant["output_bias"])
     for name in "q_norm", "k_norm":
       norm = RMSNorm(self.head, network["norm_eps"])
@@ -242,10 +242,10 @@ class Mla(nn.Module):
     super().__init__()
     width, self.heads = network["width"], network["num_heads"]
     shape = network["mla"]
-    self.rank, self.own = shape["latent_rank"], shape["nope_width"]
+    self.rank, self.nope = shape["latent_rank"], shape["nope_width"]
     shared, value = shape["shared_width"], shape["value_width"]
     self.query_rank, self.gated = shape["query_rank"], shape["output_gate"]
-    queries = self.heads * (self.own + shared)
+    queries = self.heads * (self.nope + shared)
     if self.query_rank:
       self.q_a_proj = linear(width, self.query_rank)
       self.q_a_layernorm = RMSNorm(self.query_rank, shape["latent_eps"])
@@ -254,7 +254,7 @@ class Mla(nn.Module):
       self.q_proj = linear(width, queries)
     self.kv_a_proj_with_mqa = linear(width, self.rank + shared)
     self.kv_a_layernorm = RMSNorm(self.rank, shape["latent_eps"])
-    self.kv_b_proj = linear(self.rank, self.heads * (self.own + value))
+    self.kv_b_proj = linear(self.rank, self.heads * (self.nope + value))
     self.o_proj = linear(self.heads * value, width)
     if self.gated:
       self.g_proj = linear(width, self.heads * value)
@@ -266,9 +266,9 @@ class Mla(nn.Module):
     latent, shared = cache
     batch, keys, _ = latent.shape
     both = self.kv_b_proj(latent).view(batch, keys, self.heads, -1)
-    own, v = both[..., : self.own], both[..., self.own :]
+    k_nope, v = both[..., : self.nope], both[..., self.nope :]
     shared = shared[:, :, None].expand(-1, -1, self.heads, -1)
-    k = torch.cat([own, shared], -1)
+    k = torch.cat([k_nope, shared], -1)
     if self.query_rank:
       q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
     else:
@@ -307,9 +307,9 @@ class Kda(nn.Module):
     shape = network["kda"]
     self.head, rank = shape["head_width"], shape["gate_rank"]
     inner = self.heads * self.head
-    for one in "qkv":
-      self.add_module(f"{one}_proj", linear(width, inner))
-      self.add_module(f"{one}_conv1d", ShortConv(inner, shape["conv_width"]))
+    for letter in "qkv":
+      self.add_module(f"{letter}_proj", linear(width, inner))
+      self.add_module(f"{letter}_conv1d", ShortConv(inner, shape["conv_width"]))
     self.f_a_proj, self.f_b_proj = linear(width, rank), linear(rank, inner)
     self.full_rank_gate = shape["full_rank_gate"]
     self.decay_bound = shape["decay_bound"]
@@ -519,7 +519,7 @@ class AttnResModel(nn.Module):
       return partial.to(dtype)
     if partial is not None:
       sources = [*sources, partial.to(dtype)]
-    query, norm = (getattr(owner, f"{name}_{one}") for one in ("proj", "norm"))
+    query, norm = (getattr(owner, f"{name}_{p}") for p in ("proj", "norm"))
     u_D = read["logit_scale"] * query.weight[0].float() * norm.weight.float()
     v_MBTD = torch.stack([source.float() for source in sources])
     heads = *v_MBTD.shape[:-1], read["heads"] or 1, -1
@@ -594,8 +594,8 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
   ):  # fmt: skip
     cache = cache_of(kwargs.get(_CACHE), input_ids.shape[0], self.num_layers)
     # All of a text, or only its end, beside the mask of all of it.
-    whole = input_ids if attention_mask is None else attention_mask
-    new = whole.shape[1] - cache.length
+    seen = input_ids if attention_mask is None else attention_mask
+    new = seen.shape[1] - cache.length
     if not 0 < new <= input_ids.shape[1]:
       raise ValueError(
         f"{_CACHE}: got a cache of {cache.length} tokens, expected input_ids"

@@ -66,8 +66,8 @@ def read(
     rows, slice(first * GROUP // 2, last * GROUP // 2)
   )
   scales = tensors[name + _SCALE].read(rows, slice(first, last))
-  whole = decode(packed, scales)
-  return whole[:, columns.start - first * GROUP : columns.stop - first * GROUP]
+  weight = decode(packed, scales)
+  return weight[:, columns.start - first * GROUP : columns.stop - first * GROUP]
 
 
 def decode(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -79,6 +79,6 @@ def decode(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
   codes = np.stack([packed & 15, packed >> 4], axis=-1)
   values = _VALUES[codes].reshape(count, -1, GROUP)
   powers = scales.astype(np.int32)[..., None] - _BIAS
-  found = np.ldexp(values, powers)
-  found[scales == _NOT_A_NUMBER] = np.nan
-  return found.reshape(count, -1)
+  decoded = np.ldexp(values, powers)
+  decoded[scales == _NOT_A_NUMBER] = np.nan
+  return decoded.reshape(count, -1)

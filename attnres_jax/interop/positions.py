@@ -16,15 +16,15 @@ _LLAMA3 = (
   config_table.key("factor", "rope.factor", fields.Positive),
   config_table.key(
     "original_max_position_embeddings", "rope.original_length",
-    default=lambda found: found["rope.original_length"],
+    default=lambda so_far: so_far["rope.original_length"],
   ),
   config_table.key("low_freq_factor", "rope.low_turns", fields.Positive),
   config_table.key("high_freq_factor", "rope.high_turns", fields.Positive),
 )  # fmt: skip
 
 
-def _read(keys: config_table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
-  del found
+def _read(keys: config_table.Keys, so_far: Mapping[str, Any]) -> dict[str, Any]:
+  del so_far
   length = keys.take("max_position_embeddings", fields.Size, 0)
   theta = keys.take("rope_theta", _Base, 0.0)
   name = "rope_parameters"

@@ -128,10 +128,10 @@ class Rule:
         if np.any(tensor.read(slice(used, tensor.shape[0])) != 0):
           words = f"is not zero after its first {used} entries"
           tensor_files.fail(tensor.file, f"tensor {name!r} {words}")
-    found = matrix.reshape(
+    block = matrix.reshape(
       *_partly(row_shape, row_index), *_partly(column_shape, column_index)
     )[(*rows_left, *columns_left)]
-    return self._turned(found, self.columns)
+    return self._turned(block, self.columns)
 
   def _turned(self, array: np.ndarray, places: int) -> np.ndarray:
     """[*rows, *columns] with the columns first, or back, if transposed."""

@@ -82,13 +82,13 @@ def open_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
     fail(index, f"beside {SINGLE}: only one of them should be here")
   if not single.is_file() and not index.is_file():
     fail(index, f"neither this file nor {SINGLE} is here")
-  found = _open_shards(index) if index.is_file() else read_header(single)
-  used = {tensor.file.name for tensor in found.values()} | {SINGLE}
+  tensors = _open_shards(index) if index.is_file() else read_header(single)
+  used = {tensor.file.name for tensor in tensors.values()} | {SINGLE}
   for pattern in ("model*.safetensors", "adapter_model*"):
     for other in sorted(folder.glob(pattern)):
       if other.name not in used:
         fail(other, "part of the checkpoint, but not named by its index")
-  return found
+  return tensors
 
 
 def _open_shards(index: pathlib.Path) -> dict[str, Tensor]:
@@ -100,23 +100,23 @@ def _open_shards(index: pathlib.Path) -> dict[str, Tensor]:
     fail(index, f"no index of tensors ({error})")
   for name in places.values():
     files.name_from_file(name, "weight_map", index)
-  found: dict[str, Tensor] = {}
+  tensors: dict[str, Tensor] = {}
   for name in sorted(set(places.values())):
     path = index.with_name(name)
     if not path.is_file():
       fail(path, "named by the index, but not here")
     for tensor in read_header(path).values():
-      if tensor.name in found:
-        other = found[tensor.name].file.name
+      if tensor.name in tensors:
+        other = tensors[tensor.name].file.name
         fail(tensor.file, f"tensor {tensor.name!r} is also in {other}")
       if tensor.name not in places:
         fail(tensor.file, f"tensor {tensor.name!r} is not in the index")
-      found[tensor.name] = tensor
+      tensors[tensor.name] = tensor
   for name, file in places.items():
-    if name not in found or found[name].file.name != file:
+    if name not in tensors or tensors[name].file.name != file:
       path = index.with_name(file)
       fail(path, f"has no tensor {name!r}, which the index promises")
-  return found
+  return tensors
 
 
 def read_header(path: pathlib.Path) -> dict[str, Tensor]:
@@ -142,10 +142,10 @@ def read_header(path: pathlib.Path) -> dict[str, Tensor]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  found = dict(pairs)
-  if len(found) < len(pairs):
+  values = dict(pairs)
+  if len(values) < len(pairs):
     raise ValueError("a name occurs twice")
-  return found
+  return values
 
 
 @dataclasses.dataclass(frozen=True)

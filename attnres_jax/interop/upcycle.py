@@ -144,13 +144,13 @@ def check_begins_as_prenorm(config: config_lib.ModelConfig) -> None:
   ):
     if differs:
       fail(why)
-  found = _reads(config)
+  our_reads = _reads(config)
   plain = dataclasses.replace(
     config, residual=config_lib.ResidualConfig(name=_FROM)
   )
-  for l, (ours, expected) in enumerate(zip(found, _reads(plain)), 1):
-    for one in ours:
-      gap = np.abs(one - expected[0]).max() / np.abs(expected[0]).max()
+  for l, (ours, expected) in enumerate(zip(our_reads, _reads(plain)), 1):
+    for value in ours:
+      gap = np.abs(value - expected[0]).max() / np.abs(expected[0]).max()
       if not gap < _TOLERANCE:
         which = "readout" if l > config.num_sublayers else f"read {l}"
         fail(f"{which} of this one differs by {gap:.1g} of its largest entry")
@@ -168,14 +168,14 @@ def _reads(config: config_lib.ModelConfig) -> list[Any]:
   values = jnp.asarray(sizes * rng.standard_normal(shape), jnp.float32)
 
   def run(residual: base.Residual, values: jax.Array) -> list[Any]:
-    found: list[Any] = []
+    reads: list[Any] = []
 
     def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
-      found.append(jax.tree.leaves(base.before_norm(residual, carry, slot)))
+      reads.append(jax.tree.leaves(base.before_norm(residual, carry, slot)))
       return values[l + 1]
 
     state = base.run_through(residual, values[0], sublayer)
-    return [*found, [residual.readout(state)]]
+    return [*reads, [residual.readout(state)]]
 
   return jax.device_get(jax.jit(run)(residual, values))
 

@@ -180,6 +180,6 @@ def scan(
 def _places(leaves: Sequence[Any], given: Sequence[Any]) -> list[int | None]:
   """For each leaf, which of the given arrays it is."""
   return [
-    next((i for i, one in enumerate(given) if one is leaf), None)
+    next((i for i, candidate in enumerate(given) if candidate is leaf), None)
     for leaf in leaves
   ]

@@ -81,8 +81,8 @@ def extend(
 def _like(cache: Any, trees: list[Any]) -> Any:
   """The trees of all layers, as a cache has its layers."""
   if isinstance(cache, cache_lib.Layers):
-    one = lambda tree: jax.tree.map(lambda a: a[None], tree)
-    return cache_lib.Layers(tuple(map(one, trees)))
+    add_axis = lambda tree: jax.tree.map(lambda a: a[None], tree)
+    return cache_lib.Layers(tuple(map(add_axis, trees)))
   return jax.tree.map(lambda *a: jnp.stack(a), *trees)
 
 

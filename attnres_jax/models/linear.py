@@ -41,9 +41,9 @@ def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
   return matrix
 
 
-def optional_bias(wanted: bool, axes: str, *shape: int) -> nnx.Param | None:
+def optional_bias(present: bool, axes: str, *shape: int) -> nnx.Param | None:
   """A float32 bias of zeros, which does not decay, or none."""
-  if not wanted:
+  if not present:
     return None
   return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, decays=False)
 

@@ -60,10 +60,10 @@ class RMSNorm(nnx.Module):
 
 
 def optional(
-  wanted: bool, width: int, eps: float, axes: str = "D"
+  present: bool, width: int, eps: float, axes: str = "D"
 ) -> RMSNorm | Identity:
   """A norm, or none."""
-  return RMSNorm(width, eps, axes) if wanted else Identity()
+  return RMSNorm(width, eps, axes) if present else Identity()
 
 
 def inverse_rms(x: jax.Array, eps: float) -> jax.Array:

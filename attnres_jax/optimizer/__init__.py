@@ -161,8 +161,8 @@ def loads(params: Any) -> Any:
 def trained(tree: Any, freeze: Sequence[str] = ()) -> Any:
   """The tree (of parameters or gradients) without what no gradient trains."""
 
-  def one(p: sharding.Parameter) -> Any:
+  def trained_value(p: sharding.Parameter) -> Any:
     fixed = p.load or (freeze and groups.matches(freeze, p.name))
     return None if fixed else p.value
 
-  return sharding.map_parameters(one, tree)
+  return sharding.map_parameters(trained_value, tree)

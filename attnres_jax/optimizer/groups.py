@@ -53,7 +53,7 @@ def factors_of(params: Any, config: config_lib.OptimConfig) -> Any:
 
   The first pattern of `rates` that is found in a name counts.
   """
-  rates = [one.rpartition("=") for one in config.rates]
+  rates = [setting.rpartition("=") for setting in config.rates]
 
   def factor(parameter: sharding.Parameter) -> float:
     if matches(config.freeze, parameter.name):
@@ -83,7 +83,7 @@ def matches(patterns: Sequence[str], name: str) -> bool:
 def _check(params: Any, config: config_lib.OptimConfig) -> None:
   names: list[str] = []
   sharding.map_parameters(lambda p: names.append(p.name), params)
-  rates = [one.rpartition("=")[0] for one in config.rates]
+  rates = [setting.rpartition("=")[0] for setting in config.rates]
   for field, patterns in (("freeze", config.freeze), ("rates", rates)):
     for pattern in patterns:
       if not any(re.search(pattern, name) for name in names):

@@ -66,9 +66,9 @@ def take_peaks(gradient: Any, like: Any) -> tuple[Any, Peaks]:
     like: the network.
   """
   peaks = {
-    kind: one.core.probe[...]
-    for kind, one in gradient.sublayers.items()
-    if getattr(one.core, "probe", None) is not None
+    kind: stack.core.probe[...]
+    for kind, stack in gradient.sublayers.items()
+    if getattr(stack.core, "probe", None) is not None
   }
   is_probe = lambda node: isinstance(node, probe.LogitProbe)
   leaves = jax.tree.leaves(gradient, is_leaf=is_probe)
@@ -80,13 +80,13 @@ def clip(model: Any, peaks: Peaks, threshold: float) -> Any:
   """The network with its heads rescaled."""
   model = jax.tree.map(lambda a: a, model)
 
-  def one(core, peak_N):
+  def clip_core(core, peak_N):
     core.scale_logits(threshold / jnp.maximum(peak_N, threshold))
     return core
 
   for kind, peak_LN in peaks.items():
     stacked = model.sublayers[kind]
-    stacked.core = jax.vmap(one)(stacked.core, peak_LN)
+    stacked.core = jax.vmap(clip_core)(stacked.core, peak_LN)
   return model
 
 

@@ -71,7 +71,7 @@ def _take_config(options: argparse.Namespace) -> None:
 
   model, pipeline = config.model, config.pipeline
   scheme = residuals.abstract_residual(model)
-  found = dict(
+  settings = dict(
     stage=config.mesh.stage,
     virtual_stages=pipeline.virtual_stages,
     microbatches=pipeline.microbatches or config.mesh.stage,
@@ -80,7 +80,7 @@ def _take_config(options: argparse.Namespace) -> None:
     rule=pipeline.rule,
   )
   options.stream = scheme.stream
-  for name, value in found.items():
+  for name, value in settings.items():
     if name in options.given:
       given = getattr(options, name)
       config_lib.fail_argument(

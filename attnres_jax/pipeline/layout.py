@@ -121,7 +121,7 @@ class Layout:
     """The chunks of a rank, in the order in which they run."""
     return range(rank, self.num_chunks, self.num_ranks)
 
-  def known(self, chunk: int) -> int:
+  def complete(self, chunk: int) -> int:
     """k(c): representations complete when chunk c starts; C for the end.
 
     The embedding counts, and a shorter last block is complete at the end.
@@ -137,8 +137,8 @@ class Layout:
 
   def produced(self, chunk: int) -> range:
     """The blocks that complete in a chunk; the embedding belongs to chunk 0."""
-    start = self.known(chunk) if chunk else 0
-    return range(start, self.known(chunk + 1))
+    start = self.complete(chunk) if chunk else 0
+    return range(start, self.complete(chunk + 1))
 
   def held(self, chunk: int, rule: str) -> frozenset[int]:
     """Blocks whose gradients are being accumulated when a backward starts.
@@ -173,14 +173,14 @@ class Layout:
     if rule == "naive" or before < 0:
       start = 0
     elif rule == "cached":
-      start = self.known(before)
+      start = self.complete(before)
     else:
-      start = self.known(before + 1)
-    return range(start, self.known(chunk))
+      start = self.complete(before + 1)
+    return range(start, self.complete(chunk))
 
   def reads(self, chunk: int) -> range:
     """The blocks that a chunk attends to and has not computed itself."""
-    return range(self.known(chunk) if chunk else 0)
+    return range(self.complete(chunk) if chunk else 0)
 
   def link_vectors(self, rule: str) -> tuple[int, ...]:
     """The most block vectors over the link into each rank, for any chunk.

@@ -129,11 +129,11 @@ def slot_pool(
       if kind == "inputs":
         slots[life.key] = slot
         continue
-      microbatch, block, *only = life.key
+      microbatch, block, *chunk_of_input = life.key
       for backward, chunk, of in of_rank[life.start : life.end + 1]:
         if of != microbatch or backward != (kind == "gradients"):
           continue
-        if only in ([], [chunk]):
+        if chunk_of_input in ([], [chunk]):
           slots[chunk, microbatch, block] = slot
   return SlotPool(size, slots)
 
@@ -203,7 +203,7 @@ def gradient_lifetimes(
       continue
     _, chunk, microbatch = event
     returned = layout.window(chunk + 1, rule)
-    for block in {*returned, *range(layout.known(chunk))}:
+    for block in {*returned, *range(layout.complete(chunk))}:
       started.setdefault((microbatch, block), time)
     for block in {*layout.window(chunk, rule), *layout.produced(chunk)}:
       start = started.pop((microbatch, block), None)

@@ -101,11 +101,11 @@ class Placement:
   def reduce(self, gradient: Any) -> Any:
     """Sums the result of the transpose of `collect` over the remaining axes."""
 
-    def one(g: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def total(g: jax.Array, spec: PartitionSpec) -> jax.Array:
       rest = [a for a in sharding.AXES if a not in _axes(spec)]
       return jax.lax.psum(g, tuple(rest))
 
-    return jax.tree.map(one, gradient, self.specs)
+    return jax.tree.map(total, gradient, self.specs)
 
   @property
   def gathers_at_ticks(self) -> bool:
@@ -118,14 +118,14 @@ class Placement:
     Sharded weights are sent and returned in the dtype in which they are used.
     """
 
-    def one(w: jax.Array, spec: PartitionSpec, dtype: jnp.dtype) -> jax.Array:
+    def full(w: jax.Array, spec: PartitionSpec, dtype: jnp.dtype) -> jax.Array:
       if _axes(spec).intersection(self._cutting_axes):
         w = w.astype(dtype)
       return self._gather(self._cutting_axes, 1, w, spec)
 
     return {
       kind: jax.tree.map(
-        one, stacked, self.specs.sublayers[kind], self.dtypes.sublayers[kind]
+        full, stacked, self.specs.sublayers[kind], self.dtypes.sublayers[kind]
       )
       for kind, stacked in weights.items()
     }
@@ -133,7 +133,7 @@ class Placement:
   def scatter(self, gradient: dict[str, Any]) -> dict[str, Any]:
     """This device's shard of gradients [chunks, rows, ...] summed over all."""
 
-    def one(g: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def shard(g: jax.Array, spec: PartitionSpec) -> jax.Array:
       for dim, axes in enumerate(spec):
         for axis in _names(axes):
           if axis in self._cutting_axes:
@@ -143,7 +143,7 @@ class Placement:
       return g
 
     return {
-      kind: jax.tree.map(one, stacked, self.specs.sublayers[kind])
+      kind: jax.tree.map(shard, stacked, self.specs.sublayers[kind])
       for kind, stacked in gradient.items()
     }
 

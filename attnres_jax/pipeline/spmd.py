@@ -76,8 +76,8 @@ def _by_hand(
     return stage.forward(chunk, state[0], message, work)
 
   def backward(chunk, state, cache, message, d_final_BTD, work):
-    sums, own, *_ = state
-    return stage.backward(chunk, cache, sums, own, message, d_final_BTD, work)
+    sums, grads, *_ = state
+    return stage.backward(chunk, cache, sums, grads, message, d_final_BTD, work)
 
   def head(state, microbatch):
     """Replaces the states of a microbatch by their gradient."""
@@ -112,13 +112,13 @@ def _by_hand(
       ranks=plan.placement.layout.num_ranks,
     )
     chunk, work = plan.unit(slots.backward, parameters, batch)
-    own = stage_lib.zeros_like(work.weights) if gathers else gradient
+    grads = stage_lib.zeros_like(work.weights) if gathers else gradient
     leaving, d_first_BTD = wire.message(), jnp.zeros_like(d_final_BTD)
-    sums, own, leaving, d_first_BTD = plan.run_unit(
+    sums, grads, leaving, d_first_BTD = plan.run_unit(
       scopes.BACKWARD,
       chunk,
       backward,
-      (sums, own, leaving, d_first_BTD),
+      (sums, grads, leaving, d_first_BTD),
       (cache, returned, d_final_BTD, work),
     )
     d_table_VD = plan.if_any(
@@ -128,10 +128,10 @@ def _by_hand(
       (work.microbatch.inputs, d_first_BTD),
     )
     if gathers:
-      place, own = plan.virtual_stage(chunk), plan.placement.scatter(own)
-      own = jax.tree.map(lambda a, g: a.at[place].add(g[0]), gradient, own)
+      place, grads = plan.virtual_stage(chunk), plan.placement.scatter(grads)
+      grads = jax.tree.map(lambda a, g: a.at[place].add(g[0]), gradient, grads)
     d_embedding = d_table_VD, d_head_DV
-    return cache, sums, own, d_embedding, loss, arrived, leaving
+    return cache, sums, grads, d_embedding, loss, arrived, leaving
 
   state = (
     stage.empty_cache(),
@@ -333,8 +333,8 @@ class Pipeline:
     weights = parameters.weights
     if self.placement.gathers_at_ticks:
       place = self.virtual_stage(chunk)
-      own = jax.tree.map(lambda w: w[place][None], weights)
-      weights = self.placement.gather(own)
+      shard = jax.tree.map(lambda w: w[place][None], weights)
+      weights = self.placement.gather(shard)
     return chunk, stage_lib.Work(weights, parameters.shared, microbatch, index)
 
   def at_head(
@@ -362,7 +362,7 @@ class Pipeline:
       microbatch: of these states.
     """
     ranks = self.placement.layout.num_ranks
-    own = jax.lax.axis_index(sharding.STAGE)
+    rank = jax.lax.axis_index(sharding.STAGE)
 
     def shares(x: jax.Array) -> jax.Array:
       """[P, tokens, ...], padded with zeros."""
@@ -372,7 +372,7 @@ class Pipeline:
 
     with scopes.part(scopes.HEAD):
       h_PUD = jax.lax.all_to_all(shares(h_BTD), sharding.STAGE, 0, 0)
-      share = jax.tree.map(lambda a: shares(a)[own][None], microbatch)
+      share = jax.tree.map(lambda a: shares(a)[rank][None], microbatch)
       return self.stage.network.loss_sums(h_PUD[-1:], head_DV, share)
 
   def run_unit(
@@ -476,7 +476,7 @@ def make_pipeline(
   # Autodiff would round gradients to the dtype in which weights are sent.
   wide = differentiate is _by_autodiff
   dtypes = sharding.map_parameters(
-    lambda one: precision.wide(dtype) if wide or one.wide else dtype, model
+    lambda p: precision.wide(dtype) if wide or p.wide else dtype, model
   )
   placement = placement_lib.Placement(
     mesh, layout, config.model.sublayer_kinds, specs, dtypes,
@@ -509,7 +509,7 @@ def _state_shapes(
     segment_ids=tokens if config.data.segment_ids else None,
   )
   shared = placement_lib.Shared.of(model)
-  blocks, found = (), []
+  blocks, shapes = (), []
   partial = jax.eval_shape(network.embed, shared, batch)
   for chunk in range(layout.num_chunks - 1):
     kinds = network.kinds(chunk)
@@ -527,16 +527,16 @@ def _state_shapes(
       sublayers, shared, blocks, partial, batch,
     )  # fmt: skip
     blocks = (*blocks, *made)
-    found.append((len(blocks), partial))
-  partials = [partial for _, partial in found if partial is not None]
+    shapes.append((len(blocks), partial))
+  partials = [partial for _, partial in shapes if partial is not None]
   expected = [
     (
-      layout.known(chunk + 1),
+      layout.complete(chunk + 1),
       partials[0] if layout.has_partial(chunk + 1) else None,
     )
     for chunk in range(layout.num_chunks - 1)
   ]
-  if found != expected or any(block != blocks[0] for block in blocks):
+  if shapes != expected or any(block != blocks[0] for block in blocks):
     config_lib.fail(
       "model.residual.name",
       config.model.residual.name,

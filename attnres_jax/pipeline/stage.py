@@ -238,7 +238,7 @@ class Stage:
     layout, wire = self.transport.layout, self.transport
     cache = self.receive(chunk, cache, message, work)
     blocks, partial = self._inputs(chunk, cache, work)
-    sublayers = self._own(chunk, work.weights)
+    sublayers = self._layers(chunk, work.weights)
     result = self.network.run(
       chunk, sublayers, work.shared, blocks, partial, work.microbatch
     )
@@ -250,8 +250,8 @@ class Stage:
     for block, x_BTD in zip(layout.produced(chunk), made, strict=True):
       if slots[0, block] >= 0:
         pool = pool.at[where[block]].set(x_BTD)
-    known = (*blocks, *made)
-    window = [known[block] for block in layout.window(chunk + 1, wire.rule)]
+    complete = (*blocks, *made)
+    window = [complete[block] for block in layout.window(chunk + 1, wire.rule)]
     message = wire.message(window, partial)
     nothing_BTD = self.network.no_states(work.microbatch)
     return cache._replace(blocks=pool), message, nothing_BTD
@@ -284,7 +284,7 @@ class Stage:
     """
     layout, wire = self.transport.layout, self.transport
     blocks, partial = self._inputs(chunk, cache, work)
-    sublayers = self._own(chunk, work.weights)
+    sublayers = self._layers(chunk, work.weights)
     last = chunk == layout.num_chunks - 1
 
     def run(sublayers, shared, blocks, partial):
@@ -363,18 +363,18 @@ class Stage:
     place = self._place(chunk, total)
     return total.at[place, : more.shape[0]].add(more)
 
-  def _own(self, chunk: int, weights: Mapping[str, Any]) -> trunk.Sublayers:
+  def _layers(self, chunk: int, weights: Mapping[str, Any]) -> trunk.Sublayers:
     """The sublayers of a chunk, from `Work.weights`.
 
     In the dtype of master weights, like their gradients; matrix products cast
     them, possibly back to the dtype in which they arrived.
     """
 
-    def own(count: int, w: jax.Array) -> jax.Array:
+    def of_chunk(count: int, w: jax.Array) -> jax.Array:
       return precision.widen(w[self._place(chunk, w), :count])
 
     return {
-      kind: jax.tree.map(functools.partial(own, count), weights[kind])
+      kind: jax.tree.map(functools.partial(of_chunk, count), weights[kind])
       for kind, count in collections.Counter(self.network.kinds(chunk)).items()
     }
 

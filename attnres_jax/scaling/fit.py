@@ -157,29 +157,29 @@ def fit_schemes(
   """
   from scipy import stats  # As long as JAX to import.
 
-  for own in runs.values():
-    refuse_failed(own)
+  for mean in runs.values():
+    refuse_failed(mean)
   laws = {
-    name: fit_power_law(own.compute, own.loss) for name, own in runs.items()
+    name: fit_power_law(arm.compute, arm.loss) for name, arm in runs.items()
   }
-  means = {name: _Means.of(own) for name, own in runs.items()}
-  if any(own.freedom < 1 for own in means.values()):
+  means = {name: _Means.of(arm) for name, arm in runs.items()}
+  if any(mean.freedom < 1 for mean in means.values()):
     num_samples = 0
   sizes = list(
-    dict.fromkeys(size for own in means.values() for size in own.row)
+    dict.fromkeys(size for mean in means.values() for size in mean.row)
   )
   errors = rng.standard_normal((num_samples, len(sizes), len(sizes)))
   chance = rng.random(num_samples)
   samples = {}
-  for name, own in means.items():
+  for name, mean in means.items():
     # Products of schemes' residuals at a size are the covariance of their
     # errors; a size without runs has no residual.
     residual_S = np.zeros(len(sizes))
-    at = [sizes.index(size) for size in own.row]
-    residual_S[at] = own.residual(laws[name])
-    scale = np.sqrt(stats.chi2.ppf(chance, max(own.freedom, 1)))
+    at = [sizes.index(size) for size in mean.row]
+    residual_S[at] = mean.residual(laws[name])
+    scale = np.sqrt(stats.chi2.ppf(chance, max(mean.freedom, 1)))
     error_NS = (errors @ residual_S)[:, at] / scale[:, None]
-    samples[name] = own.moved(laws[name], error_NS)
+    samples[name] = mean.moved(laws[name], error_NS)
   return {name: Fit(laws[name], samples[name]) for name in runs}
 
 
@@ -198,12 +198,12 @@ class _Means(NamedTuple):
   @classmethod
   def of(cls, runs: "Runs") -> "_Means":
     row = tuple(dict.fromkeys(runs.size))
-    each = [np.array([one == size for one in runs.size]) for size in row]
+    each = [np.array([s == size for s in runs.size]) for size in row]
     x, y = (
-      np.array([np.log(values[own]).mean() for own in each])
+      np.array([np.log(values[at]).mean() for at in each])
       for values in (runs.compute, runs.loss)
     )
-    return cls(row, x, y, np.sqrt([own.sum() for own in each]))
+    return cls(row, x, y, np.sqrt([at.sum() for at in each]))
 
   @property
   def freedom(self) -> int:

@@ -141,12 +141,12 @@ def load(
         f"--config.{name}", value, "a field that the sweep does not set"
       )
     _check_acts(name, runs)
-  for name in (one.partition("=")[0] for one in arg.split(",")):
+  for name in (word.partition("=")[0] for word in arg.split(",")):
     set_to = [r.overrides[name] for r in runs if name in r.overrides]
     # The same in all runs, it may be the argument's.
     if len(set_to) == len(runs) and any(v != set_to[0] for v in set_to):
-      wanted = f"no {name}, which the sweep sets; --only selects runs"
-      config_lib.fail_argument("--config", spec, wanted)
+      expected = f"no {name}, which the sweep sets; --only selects runs"
+      config_lib.fail_argument("--config", spec, expected)
   return runs
 
 
@@ -205,10 +205,10 @@ def config_resolver(
   base = dict(fields or {})
 
   def resolve(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    own = {field.name for field in dataclasses.fields(config_lib.RunConfig)}
+    plain = {field.name for field in dataclasses.fields(config_lib.RunConfig)}
     changed, arguments = dict(base), []
     for key, value in overrides.items():
-      if "." in key or key in own:
+      if "." in key or key in plain:
         changed[key] = value
       else:
         arguments.append(f"{key}={value}")
@@ -236,12 +236,12 @@ def select(runs: Iterable[Named], pattern: str) -> list[Named]:
     ConfigError: it is none, or matches none.
   """
   expression = compile_pattern(pattern)
-  found = [run for run in runs if expression.search(run.name)]
-  if pattern and not found:
+  chosen = [run for run in runs if expression.search(run.name)]
+  if pattern and not chosen:
     raise config_lib.ConfigError(
       f"--only: got {pattern!r}, which matches no run"
     )
-  return found
+  return chosen
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:

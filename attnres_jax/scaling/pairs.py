@@ -91,23 +91,23 @@ def losses(
   Raises:
     ConfigError: a variant has two rows of a seed, of several protocols.
   """
-  found: dict[str, dict[int, float]] = {}
+  arms: dict[str, dict[int, float]] = {}
   for row in rows:
-    own, seed = found.setdefault(row[column], {}), int(row["seed"])
-    if seed in own:
-      wanted = f"one row of seed {seed}, by one protocol (size, steps, rate)"
-      config_lib.fail_argument(column, row[column], wanted)
-    own[seed] = fit.loss_of(row, loss)
-  return found
+    by_seed, seed = arms.setdefault(row[column], {}), int(row["seed"])
+    if seed in by_seed:
+      expected = f"one row of seed {seed}, by one protocol (size, steps, rate)"
+      config_lib.fail_argument(column, row[column], expected)
+    by_seed[seed] = fit.loss_of(row, loss)
+  return arms
 
 
 def pooled(
-  found: Losses, baseline: str, control: str | None = None
+  arms: Losses, baseline: str, control: str | None = None
 ) -> Spread | None:
   """The spread that the variants of a protocol share.
 
   Args:
-    found: losses by variant and seed, of one protocol.
+    arms: losses by variant and seed, of one protocol.
     baseline: with which every variant is paired.
     control: a variant that should not differ; it is left out.
 
@@ -116,36 +116,36 @@ def pooled(
     no variant has two pairs.
   """
   apart = {
-    name: own
-    for name, own in _apart(found, baseline).items()
-    if name != control and not _failed(own)
+    name: gaps
+    for name, gaps in _apart(arms, baseline).items()
+    if name != control and not _failed(gaps)
   }
   outlying = _outlying(apart)
-  return _spread([own for name, own in apart.items() if name not in outlying])
+  return _spread([gaps for name, gaps in apart.items() if name not in outlying])
 
 
 def difference(
-  own: Mapping[int, float],
+  arm: Mapping[int, float],
   other: Mapping[int, float],
   spread: Spread | None = None,
   level: float = LEVEL,
 ) -> Difference:
-  """`own` minus `other` over the seeds that both have.
+  """`arm` minus `other` over the seeds that both have.
 
   Args:
-    own: losses of an arm by seed.
+    arm: losses of an arm by seed.
     other: losses of the arm to compare with.
     spread: the protocol's; by default, that of these pairs alone.
     level: of the interval.
   """
-  by_seed = {seed: own[seed] - other[seed] for seed in own if seed in other}
+  by_seed = {seed: arm[seed] - other[seed] for seed in arm if seed in other}
   if not by_seed or _failed(by_seed):
     return Difference(by_seed, None, level)
   return Difference(by_seed, *wider(spread, _spread([by_seed]), level))
 
 
 def differences(
-  found: Losses,
+  arms: Losses,
   baseline: str,
   control: str | None = None,
   spread: Spread | None = None,
@@ -154,41 +154,41 @@ def differences(
   """Of every variant that has a seed in common with the baseline.
 
   Args:
-    found: losses by variant and seed.
+    arms: losses by variant and seed.
     baseline: with which the others are compared.
     control: a variant that should not differ; its spread is computed from its
       pairs alone.
     spread: the protocol's; by default `pooled` of these losses.
     level: of the intervals.
   """
-  spread = spread or pooled(found, baseline, control)
+  spread = spread or pooled(arms, baseline, control)
   return {
     name: difference(
-      found[name], found[baseline], None if name == control else spread, level
+      arms[name], arms[baseline], None if name == control else spread, level
     )
-    for name in _apart(found, baseline)
+    for name in _apart(arms, baseline)
   }
 
 
 def wider(
-  shared: Spread | None, alone: Spread | None, level: float
+  shared: Spread | None, paired: Spread | None, level: float
 ) -> tuple[Spread | None, float]:
   """The spread with the wider interval of the two, and the level of each."""
-  if shared is None or alone is None or shared == alone:
-    return shared or alone, level
+  if shared is None or paired is None or shared == paired:
+    return shared or paired, level
   each = 1 - _EACH * (1 - level)
-  return max(shared, alone, key=lambda one: one.quantile(each)), each
+  return max(shared, paired, key=lambda s: s.quantile(each)), each
 
 
-def _apart(found: Losses, baseline: str) -> dict[str, dict[int, float]]:
+def _apart(arms: Losses, baseline: str) -> dict[str, dict[int, float]]:
   """Differences from the baseline; without variants that have no pair."""
-  base = found.get(baseline, {})
+  base = arms.get(baseline, {})
   apart = {
-    name: {seed: own[seed] - base[seed] for seed in own if seed in base}
-    for name, own in found.items()
+    name: {seed: arm[seed] - base[seed] for seed in arm if seed in base}
+    for name, arm in arms.items()
     if name != baseline
   }
-  return {name: own for name, own in apart.items() if own}
+  return {name: gaps for name, gaps in apart.items() if gaps}
 
 
 def _failed(by_seed: Mapping[int, float]) -> bool:
@@ -202,32 +202,32 @@ def _outlying(apart: Losses) -> set[str]:
   divided by the number of variants (Bonferroni).
   """
   several = {
-    name: (float(np.var([*own.values()], ddof=1)), len(own) - 1)
-    for name, own in apart.items()
-    if len(own) > 1
+    name: (float(np.var([*gaps.values()], ddof=1)), len(gaps) - 1)
+    for name, gaps in apart.items()
+    if len(gaps) > 1
   }
-  found: set[str] = set()
+  outlying: set[str] = set()
   while len(several) > 2:
     name = max(several, key=lambda name: several[name][0])
     variance, freedom = several[name]
-    others = [one for other, one in several.items() if other != name]
+    others = [moments for other, moments in several.items() if other != name]
     rest = sum(of for _, of in others)
-    mean = sum(own * of for own, of in others) / rest
+    mean = sum(value * of for value, of in others) / rest
     chance = _stats().f.sf(variance / mean, freedom, rest) if mean else 1.0
     if chance > OUTLYING / len(several):
       break
-    found.add(name)
+    outlying.add(name)
     del several[name]
-  return found
+  return outlying
 
 
 def _spread(together: Sequence[Mapping[int, float]]) -> Spread | None:
   """The standard deviation of pairs around the mean of their variant."""
-  several = [list(one.values()) for one in together if len(one) > 1]
+  several = [list(gaps.values()) for gaps in together if len(gaps) > 1]
   if not several:
     return None
-  freedoms = np.array([len(one) - 1 for one in several])
-  squares = sum(float(np.var(one)) * len(one) for one in several)
+  freedoms = np.array([len(gaps) - 1 for gaps in several])
+  squares = sum(float(np.var(gaps)) * len(gaps) for gaps in several)
   freedom = int(freedoms.sum())
   # Half of the variance of a difference comes from the common baseline. So the
   # sums of squares of two variants have a quarter of the covariance that they

@@ -50,12 +50,12 @@ def draw_scaling(
     from matplotlib import pyplot as plt
 
     _, ax = plt.subplots(figsize=(5, 4), layout="constrained")
-  every = np.concatenate([own.compute for own in runs.values()])
+  every = np.concatenate([arm.compute for arm in runs.values()])
   grid = np.geomspace(every.min() / 1.15, every.max() * 1.35, 100)
-  for scheme, own in runs.items():
+  for scheme, arm in runs.items():
     style = figures.look_of(scheme)
     ax.plot(
-      own.compute, own.loss, style.marker, color=style.colour,
+      arm.compute, arm.loss, style.marker, color=style.colour,
       markersize=5, markerfacecolor="none",
       # If there is a line, it has the label.
       label="_points" if scheme in fits else style.label,
@@ -107,7 +107,7 @@ def figure_4(
 
   figure = figure_lib.Figure(figsize=figsize, layout="constrained")
   ours, theirs = figure.subplots(1, 2)
-  largest = max(own.compute.max() for own in runs.values())
+  largest = max(arm.compute.max() for arm in runs.values())
   draw_scaling(
     runs, fits, counting, ax=ours, title=title,
     advantage=_first_comparison(fits, largest),

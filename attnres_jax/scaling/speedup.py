@@ -58,15 +58,15 @@ def effective_speedup(
   slope, slope_error, slope_freedom = _slope(baseline)
   fit.refuse_failed(baseline)
   fit.refuse_failed(other)
-  shared = alone = None
+  shared = of_pairs = None
   if spread is not None and len(set(other.size)) == 1:
     # From nats to ln L.
     shared = spread._replace(deviation=spread.deviation / np.mean(other.loss))
   apart, more = _pairs(baseline, other, 1 if shared else 2)
   gain, cost = -np.mean(apart), np.mean(more)
   if len(apart) > 1:
-    alone = pairs_lib.Spread(float(np.std(apart, ddof=1)), len(apart) - 1)
-  used, _ = pairs_lib.wider(shared, alone, level)
+    of_pairs = pairs_lib.Spread(float(np.std(apart, ddof=1)), len(apart) - 1)
+  used, _ = pairs_lib.wider(shared, of_pairs, level)
   assert used is not None
   gain_error = used.deviation / np.sqrt(len(apart))
   at = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
@@ -88,41 +88,41 @@ def _slope(runs: fit.Runs) -> tuple[float, float, int]:
   from scipy import stats
 
   sizes = list(dict.fromkeys(runs.size))
-  rows = [np.array([one == size for one in runs.size]) for size in sizes]
-  x = np.array([np.log(runs.compute[own]).mean() for own in rows])
-  y = np.array([np.log(runs.loss[own]).mean() for own in rows])
+  rows = [np.array([s == size for s in runs.size]) for size in sizes]
+  x = np.array([np.log(runs.compute[at]).mean() for at in rows])
+  y = np.array([np.log(runs.loss[at]).mean() for at in rows])
   if len(np.unique(x)) < 3:
     config_lib.fail_argument(
       "baseline", f"{len(np.unique(x))} computes", "at least 3"
     )
-  found = stats.linregress(x, y)
-  if found.slope >= 0:
+  line = stats.linregress(x, y)
+  if line.slope >= 0:
     config_lib.fail_argument(
-      "baseline", f"a loss that rises as C^{found.slope:.3g}", "one that falls"
+      "baseline", f"a loss that rises as C^{line.slope:.3g}", "one that falls"
     )
-  return -found.slope, found.stderr, len(x) - 2
+  return -line.slope, line.stderr, len(x) - 2
 
 
 def _pairs(
   baseline: fit.Runs, other: fit.Runs, least: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Differences of ln L and of ln C: means of sizes, or of one size's seeds."""
-  known = {
+  place = {
     label: i for i, label in enumerate(zip(baseline.size, baseline.seed))
   }
-  found: dict[object, list[Sequence[float]]] = {}
+  by_size: dict[object, list[Sequence[float]]] = {}
   for i, label in enumerate(zip(other.size, other.seed)):
-    if label in known:
-      j = known[label]
+    if label in place:
+      j = place[label]
       pair = (
         np.log(other.loss[i] / baseline.loss[j]),
         np.log(other.compute[i] / baseline.compute[j]),
       )
-      found.setdefault(label[0], []).append(pair)
-  if len(found) > 1:
-    rows = [np.mean(pairs, axis=0) for pairs in found.values()]
+      by_size.setdefault(label[0], []).append(pair)
+  if len(by_size) > 1:
+    rows = [np.mean(pairs, axis=0) for pairs in by_size.values()]
   else:
-    rows = [pair for pairs in found.values() for pair in pairs]
+    rows = [pair for pairs in by_size.values() for pair in pairs]
   if len(rows) < least:
     config_lib.fail_argument(
       "other", f"{len(rows)} pairs with the baseline", f"at least {least}"

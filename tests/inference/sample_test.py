@@ -72,7 +72,7 @@ def test_one_prompt_is_printed_as_it_is_drawn(run, model, capsys, monkeypatch):
 @pytest.mark.more
 def test_a_loop_that_is_left_frees_its_slots(model):
   engine = engine_lib.Engine(model, slots=2, length=16)
-  text_format = text_format_lib.own(TOKENIZER)
+  text_format = text_format_lib.of_tokenizer(TOKENIZER)
   one = text.request(text_format, "ab", 9)
   for _ in text.complete(engine, text_format, [(one, ())] * 3):
     break

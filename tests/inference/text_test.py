@@ -10,7 +10,7 @@ from attnres_jax.data import text_format
 from attnres_jax.inference import text
 
 TOKENIZER = data.make_tokenizer(config_lib.DataConfig())
-FORMAT = text_format.own(TOKENIZER)
+FORMAT = text_format.of_tokenizer(TOKENIZER)
 
 
 def _pieces(written, stop=()):

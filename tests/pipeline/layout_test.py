@@ -121,7 +121,7 @@ def test_partial_crosses_where_a_block_is_open():
   assert [t.partial for t in layout.transitions("minimum")] == [
     True, True, False, True, True, False, True,
   ]  # fmt: skip
-  assert [layout.known(c) for c in range(9)] == [1, 2, 3, 5, 6, 7, 9, 10, 12]
+  assert [layout.complete(c) for c in range(9)] == [1, 2, 3, 5, 6, 7, 9, 10, 12]
   assert layout.num_blocks == 11 and layout.num_sublayers == 32
   full = schedule.Layout(4, 2, 4, 1)
   assert not full.total_partials()

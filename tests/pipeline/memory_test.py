@@ -72,7 +72,7 @@ def test_pool_of_blocks_serves_every_read(layout, microbatches):
         arrived += [0] if chunk == 0 and layout.block_size else []
         for block in arrived:
           held[slots[m, block]] = (m, block)
-      for block in layout.reads(chunk) or range(layout.known(chunk)):
+      for block in layout.reads(chunk) or range(layout.complete(chunk)):
         assert slots[m, block] >= 0
         assert held[slots[m, block]] == (m, block)
       if not backward:
@@ -102,7 +102,7 @@ def test_pool_of_gradients_sums_every_read(layout, microbatches):
     slots, own = pool.slots[chunk, m], sums[rank]
     for block, value in messages.pop((chunk + 1, m), {}).items():
       own[slots[block]] += value
-    for block in range(layout.known(chunk)):
+    for block in range(layout.complete(chunk)):
       own[slots[block]] += 1
     for block in layout.produced(chunk):
       readers = layout.num_chunks - 1 - chunk + (block == 0)

@@ -160,11 +160,11 @@ class Residual(nnx.Module):
     fields |= dict.fromkeys(self.takes, True)
     for field in dataclasses.fields(config_lib.DepthReadConfig):
       fields[f"read.{field.name}"] = self.reads_depth
-    own, default = config.residual, config_lib.ResidualConfig()
+    residual, default = config.residual, config_lib.ResidualConfig()
     for field, has in fields.items():
-      value, accepted = map(operator.attrgetter(field), (own, default))
+      value, accepted = map(operator.attrgetter(field), (residual, default))
       if value != accepted and not has:
-        expected = f"{accepted!r} with model.residual.name={own.name!r}"
+        expected = f"{accepted!r} with model.residual.name={residual.name!r}"
         config_lib.fail(f"model.residual.{field}", value, expected)
     self.num_sublayers = config.num_sublayers
     self.dtype = jnp.dtype(config.dtype)

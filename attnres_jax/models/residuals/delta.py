@@ -194,7 +194,7 @@ class DeltaBlock(Stream):
     rho = self._mixtures(reads, state.blocks)
     if seen and len(seen) < len(state.blocks):
       first = self._mixtures(jax.tree.map(lambda a: a[:1], reads), seen)
-      rho = jax.tree.map(lambda a, one: a.at[:1].set(one), rho, first)
+      rho = jax.tree.map(lambda a, row: a.at[:1].set(row), rho, first)
     return state.stream_BTD, GatedSlot(gates, rho)
 
   def read(

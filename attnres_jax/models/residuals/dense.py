@@ -60,8 +60,8 @@ class DenseNet(_Dense):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    one = jnp.eye(config.width, dtype=jnp.float32)
-    weight = jnp.tile(one, (self._num_weights(), 1, 1))
+    identity = jnp.eye(config.width, dtype=jnp.float32)
+    weight = jnp.tile(identity, (self._num_weights(), 1, 1))
     self.weight = base.parameter("LDD", weight, decays=False)
 
   def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:

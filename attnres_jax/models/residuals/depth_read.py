@@ -232,7 +232,7 @@ class DepthAttention(base.Residual):
     if len(sources) == 1 and self.options.sums_to_one:
       return sources[0]
     if not self.two_phase:
-      return each(read, lambda one: self._defined(one, sources))
+      return each(read, lambda part: self._defined(part, sources))
     slots = self.phase_1(jax.tree.map(lambda a: a[None], read), sources)
     return each(layer_stacks.single(slots), mixture_of)
 
@@ -305,16 +305,16 @@ class DepthAttention(base.Residual):
     One pass over memory, if the norm is ours and mixtures are not scaled.
     """
 
-    def merged(one: Slot) -> jax.Array:
+    def merged(part: Slot) -> jax.Array:
       merge = functools.partial(
-        depth_merge, one, open_BTD, eps=self.eps, rank=self._rank
+        depth_merge, part, open_BTD, eps=self.eps, rank=self._rank
       )
-      if one.scale is None:
+      if part.scale is None:
         return merge(norm)
       # The factor is one more number per read, which no kernel has: without
       # it, eps of the norm would have to be divided by its square.
       h_BTD = merge(norm_lib.Identity())
-      wide_BTD = scaled(precision.widen(h_BTD), one.scale)
+      wide_BTD = scaled(precision.widen(h_BTD), part.scale)
       return norm(wide_BTD).astype(h_BTD.dtype)
 
     return each(slot, merged)
@@ -324,15 +324,15 @@ class DepthAttention(base.Residual):
   ) -> jax.Array | base.QKV:
     """The mixture with several more sources."""
 
-    def merged(one: Slot) -> jax.Array:
+    def merged(part: Slot) -> jax.Array:
       out_QBTD, lse_QBT = depth_attention(
-        one.query_D[None], sources,
+        part.query_D[None], sources,
         eps=self.eps, heads=self._heads, rank=self._rank,
       )  # fmt: skip
       merged_BTD, _ = attnres_kernels.combine_mixtures(
-        one.out_BTD, one.lse_BT, out_QBTD[0], lse_QBT[0]
+        part.out_BTD, part.lse_BT, out_QBTD[0], lse_QBT[0]
       )
-      return scaled(merged_BTD, one.scale)
+      return scaled(merged_BTD, part.scale)
 
     return each(slot, merged)
 
