@@ -55,8 +55,8 @@ def test_mean_of_the_last_weights(fields, tmp_path):
     lambda *leaves: np.mean(leaves, axis=0),
     *(states[step].model for step in (4, 5, 6)),
   )
-  found = jax.tree.leaves(states[6].average)
-  for a, b in zip(found, jax.tree.leaves(mean), strict=True):
+  average = jax.tree.leaves(states[6].average)
+  for a, b in zip(average, jax.tree.leaves(mean), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
   first = train_state.make_program(
     config, sharding.make_mesh(config.mesh)
@@ -67,8 +67,8 @@ def test_mean_of_the_last_weights(fields, tmp_path):
     np.testing.assert_array_equal(a, b)
   # What is sampled and exported is what was evaluated.
   for step, model in ((3, states[3].model), (6, states[6].average)):
-    found = map(jax.tree.leaves, (loaded[step], model))
-    for a, b in zip(*found, strict=True):
+    average = map(jax.tree.leaves, (loaded[step], model))
+    for a, b in zip(*average, strict=True):
       np.testing.assert_array_equal(a, b)
   rows = metrics.read_rows(tmp_path, "validation")
   assert ["last_weights_loss" in row for row in rows] == [False, True, True]
@@ -79,12 +79,12 @@ def test_mean_of_the_last_weights(fields, tmp_path):
 def test_a_resumed_run_has_the_same_average(fields, tmp_path):
   tiny_run.train_here(tmp_path / "whole", fields)
   config = tiny_run.config(fields).with_vocab_size(257)
-  whole = _state(tmp_path / "whole", config)
+  unbroken = _state(tmp_path / "whole", config)
   part = tmp_path / "part"
   tiny_run.train_here(part, fields)
   _at(part, 5, config)
   (part / "summary.json").unlink()
   tiny_run.train_here(part, fields)
   resumed = _state(part, config)
-  for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole)):
+  for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(unbroken)):
     np.testing.assert_array_equal(a, b)

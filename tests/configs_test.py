@@ -60,13 +60,13 @@ def _arguments():
 
 def _combined(arguments, groups):
   """All values of the arguments of each group, the others at their defaults."""
-  found = {}
+  combined = {}
   for group in groups:
     names = [name for name in arguments if name in group]
     for values in itertools.product(*(arguments[name] for name in names)):
       pairs = zip(names, values, strict=True)
-      found[",".join(f"{name}={value}" for name, value in pairs)] = None
-  return found
+      combined[",".join(f"{name}={value}" for name, value in pairs)] = None
+  return combined
 
 
 @pytest.mark.parametrize("file,arg", list(_arguments()))
@@ -75,10 +75,10 @@ def test_builds(file, arg):
   length = config.data.sequence_length + 1
   shape = config.data.batch_size, length - 1
   # Many arguments change neither the network nor the optimiser.
-  traced = config.model, config.optim.name, shape
-  if traced not in _TRACED:
-    _TRACED[traced] = _trace(config, shape)
-  parameters, logits = _TRACED[traced]
+  key = config.model, config.optim.name, shape
+  if key not in _TRACED:
+    _TRACED[key] = _trace(config, shape)
+  parameters, logits = _TRACED[key]
   assert logits == (*shape, config.model.vocab_size)
   if "runlocal=True" in arg:
     # A minute on a laptop's CPU: model FLOPs of all steps.

@@ -29,7 +29,7 @@ def fields(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(fields, tmp_path_factory):
+def unbroken(fields, tmp_path_factory):
   """The folder of a run that nothing disturbed."""
   workdir = tmp_path_factory.mktemp("whole")
   tiny_run.finish(tiny_run.start(workdir, fields))
@@ -88,7 +88,7 @@ def _stop(workdir, fields, kind):
 
 
 @pytest.mark.more
-def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
+def test_killed_run_ends_like_an_uninterrupted_one(fields, unbroken, tmp_path):
   broken = tmp_path / "broken"
   # SIGKILL during a save. The first attempt almost always works.
   assert any(_kill_during_save(broken, fields) for _ in range(3))
@@ -103,7 +103,7 @@ def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
 
   tiny_run.finish(tiny_run.start(broken, fields))
   assert tiny_run.events(broken, "resume")[-1]["step"] == step
-  tiny_run.assert_same_run(whole, broken)
+  tiny_run.assert_same_run(unbroken, broken)
 
 
 @pytest.mark.more
@@ -162,7 +162,7 @@ def _duel(rng, workdir, fields, kills):
 
 
 @pytest.mark.slow
-def test_two_writers_and_many_kills(fields, whole, tmp_path):
+def test_two_writers_and_many_kills(fields, unbroken, tmp_path):
   seed, kills, rounds = random.randrange(2**32), 40, 0
   print("random seed", seed)
   rng = random.Random(seed)
@@ -170,5 +170,5 @@ def test_two_writers_and_many_kills(fields, whole, tmp_path):
     workdir = tmp_path / f"broken_{rounds}"
     kills = _duel(rng, workdir, fields, kills)
     tiny_run.finish(tiny_run.start(workdir, fields))
-    tiny_run.assert_same_run(whole, workdir)
+    tiny_run.assert_same_run(unbroken, workdir)
     rounds += 1

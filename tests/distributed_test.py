@@ -50,7 +50,7 @@ STAGES = {"mesh.stage": 2, "mesh.data": 1, "pipeline.microbatches": 2}
 def test_two_processes_stop_and_die_together_and_equal_one(
   fields, first, then, tmp_path
 ):
-  one, two = tmp_path / "one", tmp_path / "two"
+  single, two = tmp_path / "one", tmp_path / "two"
   if STAGES in (first, then):
     fields = fields | {"model.num_layers": 2}
   endless = fields | tiny_run.ENDLESS
@@ -80,13 +80,13 @@ def test_two_processes_stop_and_die_together_and_equal_one(
   assert mesh | named == mesh
 
   # All results are those of one process with two devices.
-  tiny_run.train_here(one, fields | {"train.steps": last, "mesh.data": 2})
+  tiny_run.train_here(single, fields | {"train.steps": last, "mesh.data": 2})
   compared = {
     "train": ("loss", "grad_norm"),
     "validation": ("loss", "bits_per_byte"),
   }
   for split, names in compared.items():
-    rows = [tiny_run.rows(workdir, split) for workdir in (one, two)]
+    rows = [tiny_run.rows(workdir, split) for workdir in (single, two)]
     common = rows[0].keys() & rows[1].keys()
     # Of ten steps, one is evaluated.
     assert max(common) > step and (split != "train" or min(common) <= step)

@@ -80,12 +80,12 @@ def _step(config):
 
 def test_flops_parameters_and_bytes_are_counted():
   config = _config()
-  found = flops.make_report(config)
-  text = flops_report.to_text(found)
+  counts = flops.make_report(config)
+  text = flops_report.to_text(counts)
   assert "damped" in text and "shift" in text and "factor" not in text
   # Without a mixer that can decode.
-  alone = flops.make_report(_config(**{"model.mixers": ("shift",)}))
-  assert "kept while decoding" in flops_report.to_text(alone)
+  shifted = flops.make_report(_config(**{"model.mixers": ("shift",)}))
+  assert "kept while decoding" in flops_report.to_text(shifted)
   count = flops.flops_per_token(config.model, LENGTH)
   # No products; attention with as many heads as keys, then three matrices.
   assert count.residual == 0
@@ -132,7 +132,7 @@ def test_a_pipeline_on_a_mesh_takes_the_plain_step():
   for part in (plain.residual.factor, plain.sublayers["shift"].core.now):
     assert np.isfinite(part[...]).all()
   assert np.any(plain.residual.factor[...] != 1)
-  _, model, found = _step(
+  _, model, sharded = _step(
     _config(
       **{
         "mesh.stage": 2,
@@ -142,7 +142,7 @@ def test_a_pipeline_on_a_mesh_takes_the_plain_step():
       }
     )
   )
-  np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=2e-5)
+  np.testing.assert_allclose(sharded["loss"], metrics["loss"], rtol=2e-5)
   for a, b in zip(jax.tree.leaves(model), jax.tree.leaves(plain)):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
 
@@ -155,9 +155,9 @@ def test_compiles_for_a_slice_that_is_not_here():
   config = _config(
     **{"mesh.data": 4, "mesh.fsdp": 2, "model.dtype": "bfloat16"}
   )
-  found = report.make_report(config, topology.devices("v5e:2x4"))
-  assert found["fits"] and found["analytic_flops"] > 0
-  assert "fits" in json.dumps(found)
+  plan = report.make_report(config, topology.devices("v5e:2x4"))
+  assert plan["fits"] and plan["analytic_flops"] > 0
+  assert "fits" in json.dumps(plan)
 
 
 @pytest.mark.more
@@ -193,6 +193,6 @@ def test_sweeps_trains_and_is_plotted(tmp_path):
 def test_its_mixing_matrix_needs_no_formula():
   model = dataclasses.replace(_config().model, num_layers=2)
   network = train_state.models.build_model(model)
-  found = analysis.mixing_matrix(network, np.zeros((1, 4), np.int32))
+  matrix = analysis.mixing_matrix(network, np.zeros((1, 4), np.int32))
   # Nothing fades at first.
-  np.testing.assert_allclose(found, np.tri(4))
+  np.testing.assert_allclose(matrix, np.tri(4))

@@ -66,7 +66,7 @@ def _imported(path: pathlib.Path) -> set[str]:
     elif isinstance(node, ast.ImportFrom) and node.module:
       names |= {f"{node.module}.{alias.name}" for alias in node.names}
   roots = ("attnres_jax", "configs", "experiments", "benchmarks", "tests")
-  found = [name.split(".") for name in names if name.split(".")[0] in roots]
+  imports = [name.split(".") for name in names if name.split(".")[0] in roots]
   return {
-    parts[1] if parts[0] == "attnres_jax" else parts[0] for parts in found
+    parts[1] if parts[0] == "attnres_jax" else parts[0] for parts in imports
   } - {"build_model", "load_config"}

@@ -65,9 +65,9 @@ def saved(function: Callable[..., Any], *args: Any) -> list[Any]:
 
   jaxpr = jax.make_jaxpr(pull_back)(*leaves).jaxpr
   given = [*jaxpr.invars, *jaxpr.constvars]
-  kept = _origins(jaxpr, {v: v for v in given})
-  kept = dict.fromkeys(v for v in kept if not hasattr(v, "val"))
-  return [v.aval for v in kept if v not in given]
+  origins = _origins(jaxpr, {v: v for v in given})
+  origins = dict.fromkeys(v for v in origins if not hasattr(v, "val"))
+  return [v.aval for v in origins if v not in given]
 
 
 # Equations whose outputs are outputs of an inner jaxpr, and identities.
@@ -82,11 +82,11 @@ class _Value:
     self.aval = aval
 
 
-def _origins(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
+def _origins(jaxpr: Any, origin_of: dict[Any, Any]) -> list[Any]:
   """For each output of `jaxpr`, the value that it is an alias of."""
 
   def of(v):
-    return v if hasattr(v, "val") else known[v]
+    return v if hasattr(v, "val") else origin_of[v]
 
   for equation in jaxpr.eqns:
     name, sources = equation.primitive.name, list(map(of, equation.invars))
@@ -95,15 +95,15 @@ def _origins(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
       inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
       constants = [(v, v) for v in getattr(inner, "jaxpr", inner).constvars]
       inner = getattr(inner, "jaxpr", inner)
-      found = _origins(
+      origins = _origins(
         inner, dict(zip(inner.invars, sources)) | dict(constants)
       )
     elif name in _IDENTITIES or "CheckpointName" in str(equation.params):
-      found = sources
+      origins = sources
     else:
       # An inner jaxpr can be called twice; its variables then have two values.
-      found = [_Value(v.aval) for v in outputs]
-    known.update(zip(outputs, found))
+      origins = [_Value(v.aval) for v in outputs]
+    origin_of.update(zip(outputs, origins))
   return list(map(of, jaxpr.outvars))
 
 

@@ -38,7 +38,7 @@ def config():
 
 
 @pytest.fixture(scope="module")
-def whole(config, tmp_path_factory):
+def unbroken(config, tmp_path_factory):
   """An uninterrupted run."""
   workdir = tmp_path_factory.mktemp("whole")
   with tiny_run.traced_once():
@@ -94,23 +94,23 @@ def test_48b_is_that_of_the_paper(size, batch_tokens, steps):
 
 
 @pytest.mark.more
-def test_it_learns(whole):
-  rows = tiny_run.rows(whole, "train")
+def test_it_learns(unbroken):
+  rows = tiny_run.rows(unbroken, "train")
   # Bytes: ln(257) = 5.55 at first; below 4 once the letter frequencies are
   # known.
   assert 5.3 < rows[1]["loss"] < 5.8
   assert rows[STEPS]["loss"] < rows[1]["loss"] - 1.5
-  validation = tiny_run.rows(whole, "validation")
+  validation = tiny_run.rows(unbroken, "validation")
   assert validation[STEPS]["loss"] < validation[12]["loss"] < rows[1]["loss"]
 
 
 @pytest.mark.more
-def test_experts_are_reported_and_balanced(whole, config):
-  rows = tiny_run.rows(whole, "train")
+def test_experts_are_reported_and_balanced(unbroken, config):
+  rows = tiny_run.rows(unbroken, "train")
   for row in rows.values():
     assert 0 < row["moe_entropy_worst"] <= row["moe_entropy"] <= 1
     assert 0 <= row["moe_max_violation"] <= row["moe_max_violation_worst"]
-  _, model = checkpoint.load_model(whole)
+  _, model = checkpoint.load_model(unbroken)
   biases = np.asarray(model.sublayers["moe"].core.selection_bias[...])
   # Each has moved by multiples of about the rate, and they sum to zero.
   assert biases.shape == (1, 8)
@@ -120,17 +120,17 @@ def test_experts_are_reported_and_balanced(whole, config):
 
 # Resuming does not depend on the network: tests/train/loop_test.py.
 @pytest.mark.slow
-def test_stopped_run_resumes_bit_for_bit(whole, config, tmp_path):
-  run = shutil.copytree(whole, tmp_path / "run")
+def test_stopped_run_resumes_bit_for_bit(unbroken, config, tmp_path):
+  run = shutil.copytree(unbroken, tmp_path / "run")
   tiny_run.rewind(run, 12)
   loop.train_and_evaluate(config, run)
   (resume,) = tiny_run.events(run, "resume")
   assert resume["step"] == 12
-  tiny_run.assert_same_run(whole, run)
+  tiny_run.assert_same_run(unbroken, run)
 
 
 def test_one_recipe_per_network():
-  one, of_table_2, of_table_4 = (
+  recipe, of_table_2, of_table_4 = (
     config_lib.load_config(f"configs/{spec}")
     for spec in (
       "kimi_linear.py:size=436m",
@@ -138,7 +138,7 @@ def test_one_recipe_per_network():
       "paired.py:scale=paper",
     )
   )
-  assert one.optim == of_table_2.optim == of_table_4.optim
-  assert one.data == of_table_2.data == of_table_4.data
+  assert recipe.optim == of_table_2.optim == of_table_4.optim
+  assert recipe.data == of_table_2.data == of_table_4.data
   # Table 2 counts 512 experts, which is an inference; see docs/kimi_linear.md.
   assert of_table_2.model == of_table_4.model

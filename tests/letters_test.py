@@ -94,14 +94,14 @@ def _networks():
 
 def _described(function, tree):
   """{path: what `function` says about the parameter}."""
-  found = {}
+  described = {}
 
-  def keep(parameter):
-    found[parameter.name] = function(parameter)
+  def describe(parameter):
+    described[parameter.name] = function(parameter)
     return parameter.value
 
-  sharding.map_parameters(keep, tree)
-  return found
+  sharding.map_parameters(describe, tree)
+  return described
 
 
 @pytest.mark.parametrize("config", list(_networks()))

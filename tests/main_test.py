@@ -143,8 +143,8 @@ def test_a_process_that_fails_alone_leaves_the_others(
   monkeypatch.setattr(loop, "train_and_evaluate", fail)
   monkeypatch.setattr(jax.distributed, "initialize", lambda **given: None)
   monkeypatch.setattr(os, "_exit", sys.exit)
-  found, err = command("--distributed")
-  assert found == status
+  actual, err = command("--distributed")
+  assert actual == status
   assert (
     err[-1].startswith("error: process 0 ends") and "store fails" in err[-1]
   )

@@ -80,12 +80,12 @@ def _on_one_device(**model):
 
 def _assert_same_step(mesh, **model):
   metrics, before, after = _on_one_device(**model)
-  found, found_before, state = _step(_config(mesh, **model))
+  sharded, found_before, state = _step(_config(mesh, **model))
   jax.tree.map(np.testing.assert_array_equal, found_before, before)
   load = [name for name in metrics if name.startswith("moe_")]
   assert bool(load) == ("moe" in model)
   for name in ("loss", "grad_norm", "tokens", *load):
-    np.testing.assert_allclose(found[name], metrics[name], rtol=2e-5)
+    np.testing.assert_allclose(sharded[name], metrics[name], rtol=2e-5)
   for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(after)):
     np.testing.assert_allclose(jax.device_get(a), b, rtol=0, atol=2e-6)
   return state
@@ -141,5 +141,5 @@ def test_what_a_step_sends(mesh, collectives):
   )
   text = lowered.compile().as_text()
   kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-  found = set(re.findall(rf"\b({kinds})(?:-start)?\(", text))
-  assert found - {"reduce-scatter", "all-to-all"} == collectives
+  actual = set(re.findall(rf"\b({kinds})(?:-start)?\(", text))
+  assert actual - {"reduce-scatter", "all-to-all"} == collectives

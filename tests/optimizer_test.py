@@ -29,12 +29,12 @@ def test_decay_alone():
     )[0]
 
   updates = update(zeros, model)
-  for found, params in (
+  for actual, params in (
     (updates.sublayers, model.sublayers),
     (updates.embedding, model.embedding),
     (updates.final_norm, model.final_norm),
   ):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(params)):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(params)):
       np.testing.assert_allclose(a, -0.5 * b, rtol=1e-6)
   for leaf in jax.tree.leaves(updates.residual):
     np.testing.assert_array_equal(leaf, 0.0)
@@ -86,7 +86,7 @@ def test_steps_by_definition(name, clip_norm):
       learning_rate=rate,
       balance_rate=0.5,
     )
-    found = {name: update[...] for name, update in updates.items()}
+    actual = {name: update[...] for name, update in updates.items()}
     norm = np.sqrt(sum(np.sum(g**2) for g in gradient.values()))
     assert 0.5 < norm < 100
     factor = min(1.0, clip_norm / norm) if clip_norm else 1.0
@@ -100,10 +100,10 @@ def test_steps_by_definition(name, clip_norm):
         step = 0.3 * np.sqrt(6) * _orthogonal(g[0] + 0.7 * buffer)[None]
       tolerance = 0.05 if k == "w" and name == "muon" else 1e-5
       np.testing.assert_allclose(
-        found[k], -rate * (step + decay * params[k]), atol=tolerance * rate
+        actual[k], -rate * (step + decay * params[k]), atol=tolerance * rate
       )
     # Signs +, 0, - of what is missing; their mean is zero.
-    np.testing.assert_allclose(found["bias"], [0.5, 0.0, -0.5], atol=1e-7)
+    np.testing.assert_allclose(actual["bias"], [0.5, 0.0, -0.5], atol=1e-7)
 
 
 def test_balancing_at_rate_zero_and_with_uneven_signs():

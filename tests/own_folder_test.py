@@ -50,7 +50,7 @@ folders = st.tuples(
 
 def _write(folder, *contents):
   """Files with contents; None is what we would have written."""
-  for name, content in ((n, c) for one in contents for n, c in one.items()):
+  for name, content in ((n, c) for files in contents for n, c in files.items()):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(ours[name] if content is None else content)
@@ -81,7 +81,7 @@ def _check(root, others, named):
   _write(folder, others, named)
   before = _read(folder)
   foreign = {name for name, content in named.items() if content}
-  known = any(c is None and name != "lock" for name, c in named.items())
+  is_ours = any(c is None and name != "lock" for name, c in named.items())
   try:
     tiny_run.train_here(folder, FIELDS | tiny_run.corpus(root))
   except config_lib.ConfigError as error:
@@ -92,7 +92,7 @@ def _check(root, others, named):
   after = _read(folder)
   assert after["summary.json"] and checkpoint.all_steps(folder) == [1]
   # A damaged file of a run of ours may be rebuilt, and only that.
-  assert not foreign or known
+  assert not foreign or is_ours
   for name, content in before.items():
     if name in foreign:
       assert not _is_readable(name, content) and name != "lock"

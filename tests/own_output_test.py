@@ -103,8 +103,8 @@ def test_a_file_of_others_stays(command, tmp_path, sweep):
   assert _outcome(command, path, sweep)[0] == 0
   # Its own file is replaced.
   path.write_text(path.read_text() + "\n")
-  own = path.read_text()
-  assert _outcome(command, path, sweep)[0] == 0 and path.read_text() != own
+  text = path.read_text()
+  assert _outcome(command, path, sweep)[0] == 0 and path.read_text() != text
 
   @settings(max_examples=15, deadline=None, derandomize=True, database=None)
   @given(foreign)

@@ -64,11 +64,11 @@ def test_a_step_is_that_of_float32_but_for_rounding(microbatches, mixers):
   narrow = _run("bfloat16", microbatches, mixers)
   wide = _run("float32", microbatches, mixers)
   state = narrow.init_state()
-  found = _kinds(state.model)
-  for name, dtype in found.items():
+  dtypes = _kinds(state.model)
+  for name, dtype in dtypes.items():
     small = re.search(WIDE, name) or "residual" in name
     assert dtype == (jnp.float32 if small else jnp.bfloat16), name
-  assert set(found.values()) == {jnp.dtype("float32"), jnp.dtype("bfloat16")}
+  assert set(dtypes.values()) == {jnp.dtype("float32"), jnp.dtype("bfloat16")}
   moments = [a for a in jax.tree.leaves(state.opt_state) if a.ndim]
   assert moments and {a.dtype for a in moments} == {jnp.dtype("float32")}
 
@@ -81,7 +81,7 @@ def test_a_step_is_that_of_float32_but_for_rounding(microbatches, mixers):
   before = jax.device_get(same)
   state, metrics = narrow.train_step(state, _batch())
   other, expected = wide.train_step(other, _batch())
-  assert _kinds(state.model) == found
+  assert _kinds(state.model) == dtypes
   np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
   np.testing.assert_allclose(
     metrics["grad_norm"], expected["grad_norm"], rtol=1e-2

@@ -67,10 +67,10 @@ def config(fields):
 
 def given(fields):
   """With the fields of this module, unless PreNorm has no blocks."""
-  found = FIELDS | fields
-  if found.get("model.residual.name") == "prenorm":
-    del found["model.residual.num_blocks"]
-  return found
+  merged = FIELDS | fields
+  if merged.get("model.residual.name") == "prenorm":
+    del merged["model.residual.num_blocks"]
+  return merged
 
 
 def train_here(workdir, fields, **kwargs):
@@ -239,13 +239,13 @@ def rewind(run, step):
       shutil.rmtree(run / "checkpoints" / str(saved))
   (run / "summary.json").unlink()
   lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-  kept = [
+  rows_left = [
     line
     for line in lines
     if (row := json.loads(line)).get("event") != "checkpoint"
     or row["step"] <= step
   ]
-  (run / "metrics.jsonl").write_text("".join(kept))
+  (run / "metrics.jsonl").write_text("".join(rows_left))
 
 
 def assert_same_run(a, b):

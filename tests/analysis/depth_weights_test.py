@@ -21,13 +21,13 @@ TOKENS = networks.tokens(2, 7)
 def test_every_row_is_the_mean_over_tokens(name, block_size):
   """Of weights that tests/models/paper_laws_test.py holds against Eq. 2-4."""
   model = networks.network(name, block_size=block_size)
-  found = analysis.depth_weights(model, TOKENS)
+  depth = analysis.depth_weights(model, TOKENS)
   values = networks.trace(model, TOKENS).values
   weights_L = jax.jit(model.residual.depth_weights)(values)
-  rows = [row for pair in zip(found.attention, found.mlp) for row in pair]
-  entropies = np.stack([found.attention_entropy, found.mlp_entropy], 1).ravel()
-  rows.append(found.output)
-  entropies = np.append(entropies, found.output_entropy)
+  rows = [row for pair in zip(depth.attention, depth.mlp) for row in pair]
+  entropies = np.stack([depth.attention_entropy, depth.mlp_entropy], 1).ravel()
+  rows.append(depth.output)
+  entropies = np.append(entropies, depth.output_entropy)
   assert len(rows) == 7
   for read, (row, entropy) in enumerate(zip(rows, entropies)):
     weights = np.float64(weights_L[read])
@@ -41,8 +41,8 @@ def test_every_row_is_the_mean_over_tokens(name, block_size):
 
 
 def test_columns_of_every_scheme_can_be_drawn():
-  found = analysis.depth_weights(networks.network("block_attnres"), TOKENS)
-  axes, *_ = plots.depth_weights({"block_attnres": found}).axes
+  depth = analysis.depth_weights(networks.network("block_attnres"), TOKENS)
+  axes, *_ = plots.depth_weights({"block_attnres": depth}).axes
   labels = [label.get_text() for label in axes.get_xticklabels()]
   assert labels == ["emb", "b1", "b2"]
 

@@ -24,20 +24,20 @@ def _rms(array):
 )
 def test_against_the_definitions(name):
   model, tokens = networks.network(name), networks.tokens(2, 6)
-  found = analysis.magnitudes(model, tokens)
+  measured = analysis.magnitudes(model, tokens)
   values, reads = networks.trace(model, tokens[:, :-1])
   np.testing.assert_allclose(
-    found.output_rms, [_rms(v) for v in values[1:]], rtol=1e-5
+    measured.output_rms, [_rms(v) for v in values[1:]], rtol=1e-5
   )
   np.testing.assert_allclose(
-    found.read_rms, [_rms(h) for h in reads[:-1]], rtol=1e-5
+    measured.read_rms, [_rms(h) for h in reads[:-1]], rtol=1e-5
   )
   if name == "prenorm":  # the sum of everything so far
     states = [sum(values[: 2 * t + 1]) for t in (1, 2, 3)]
   else:  # blocks of four sublayers: the open block starts anew after t = 2
     states = [values[1] + values[2], sum(values[1:5]), values[5] + values[6]]
   np.testing.assert_allclose(
-    found.state_rms, [_rms(s) for s in states], rtol=1e-5
+    measured.state_rms, [_rms(s) for s in states], rtol=1e-5
   )
 
 
@@ -53,7 +53,7 @@ def test_against_the_definitions(name):
 )
 def test_gradient_norm_per_block(name, fields):
   model, tokens = networks.network(name, **fields), networks.tokens(2, 6)
-  found = analysis.magnitudes(model, tokens)
+  measured = analysis.magnitudes(model, tokens)
 
   @jax.jit
   @jax.value_and_grad
@@ -63,7 +63,7 @@ def test_gradient_norm_per_block(name, fields):
     return -jnp.mean(jnp.take_along_axis(log_p_BTV, targets_BT1, axis=-1))
 
   value, gradient = loss(model)
-  np.testing.assert_allclose(found.loss, value, rtol=1e-5)
+  np.testing.assert_allclose(measured.loss, value, rtol=1e-5)
   leaves = [
     leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient.sublayers)
@@ -72,13 +72,13 @@ def test_gradient_norm_per_block(name, fields):
   for t in range(3):
     flat = [np.ravel(leaf[t]) for leaf in leaves]
     norm = np.linalg.norm(np.concatenate(flat))
-    np.testing.assert_allclose(found.grad_norm[t], norm, rtol=1e-4)
+    np.testing.assert_allclose(measured.grad_norm[t], norm, rtol=1e-4)
 
 
 def test_gradient_by_an_output_is_that_of_the_sum_it_goes_into():
   model, tokens = networks.network("prenorm"), networks.tokens(2, 6)
-  found = analysis.magnitudes(model, tokens)
-  assert found.output_grad_rms.shape == (6,)
+  measured = analysis.magnitudes(model, tokens)
+  assert measured.output_grad_rms.shape == (6,)
 
   # The last sublayer of a plain sum changes the readout alone.
   _, reads = networks.trace(model, tokens[:, :-1])
@@ -91,5 +91,5 @@ def test_gradient_by_an_output_is_that_of_the_sum_it_goes_into():
 
   gradient = jax.grad(loss)(reads[-1])
   np.testing.assert_allclose(
-    found.output_grad_rms[-1], _rms(gradient), rtol=1e-4
+    measured.output_grad_rms[-1], _rms(gradient), rtol=1e-4
   )

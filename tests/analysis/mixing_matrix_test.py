@@ -88,8 +88,8 @@ def test_norms_channels_and_probes():
   for options in (
     dict(norms=True), dict(channel=3, probe=0), dict(channel=3, probe=1)
   ):  # fmt: skip
-    found = analysis.mixing_matrix(model, TOKEN, **options)
-    np.testing.assert_allclose(found, gain, atol=1e-6)
+    matrix = analysis.mixing_matrix(model, TOKEN, **options)
+    np.testing.assert_allclose(matrix, gain, atol=1e-6)
 
 
 def test_is_the_mean_over_channels():

@@ -67,38 +67,40 @@ def test_against_networks_without_the_source(name):
   # A larger epsilon counts where little is left of a read.
   model = networks.network(name, num_layers=2, block_size=BLOCK, norm_eps=1e-12)
   tokens = networks.tokens(2, 6)
-  found = analysis.source_removal(model, tokens)
+  removal = analysis.source_removal(model, tokens)
   loss = _loss(name, model, tokens, -1, -1)
-  np.testing.assert_allclose(found.loss, loss, rtol=1e-5)
+  np.testing.assert_allclose(removal.loss, loss, rtol=1e-5)
   L = model.residual.num_sublayers
   for l in range(L + 1):
     columns = len(_sources(name, list(np.zeros((l + 1, 1)))))
-    assert np.all(np.isnan(found.importance[l, columns:]))
+    assert np.all(np.isnan(removal.importance[l, columns:]))
     for i in range(columns):
       expected = _loss(name, model, tokens, l, i) - loss
-      np.testing.assert_allclose(found.importance[l, i], expected, atol=1e-4)
-  assert np.nanmax(np.abs(found.importance)) > 0.05
+      np.testing.assert_allclose(removal.importance[l, i], expected, atol=1e-4)
+  assert np.nanmax(np.abs(removal.importance)) > 0.05
 
 
 @pytest.mark.more
 def test_weights_are_those_of_the_reads():
   tokens = networks.tokens(2, 6)
   model = networks.network("block_attnres", num_layers=2, block_size=BLOCK)
-  found = analysis.source_removal(model, tokens)
-  assert found.sources == ("embedding", "block 1", "block 2")
-  assert found.weights.shape == found.importance.shape == (5, 3)
-  np.testing.assert_allclose(np.nansum(found.weights, axis=1), 1, atol=1e-6)
+  removal = analysis.source_removal(model, tokens)
+  assert removal.sources == ("embedding", "block 1", "block 2")
+  assert removal.weights.shape == removal.importance.shape == (5, 3)
+  np.testing.assert_allclose(np.nansum(removal.weights, axis=1), 1, atol=1e-6)
   np.testing.assert_array_equal(
-    np.isnan(found.weights), np.isnan(found.importance)
+    np.isnan(removal.weights), np.isnan(removal.importance)
   )
   weights = analysis.depth_weights(model, tokens[:, :-1])
-  np.testing.assert_allclose(found.weights[2], weights.attention[1], atol=1e-6)
+  np.testing.assert_allclose(
+    removal.weights[2], weights.attention[1], atol=1e-6
+  )
 
 
 @tiers.parametrize("name", ["prenorm", "mudd"], first=["mudd"])
 def test_schemes_without_one_weight_per_source(name):
   """MUDD weighs each input."""
   model = networks.network(name, num_layers=2, block_size=BLOCK)
-  found = analysis.source_removal(model, networks.tokens(2, 6))
-  assert found.weights is None
-  assert np.nanmax(np.abs(found.importance)) > 0
+  removal = analysis.source_removal(model, networks.tokens(2, 6))
+  assert removal.weights is None
+  assert np.nanmax(np.abs(removal.importance)) > 0

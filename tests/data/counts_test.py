@@ -38,8 +38,8 @@ def test_counts_are_those_of_a_run(tmp_path):
     opened = data.open_dataset(config, "train")
     counts = data.count_tokens(config)
     assert counts == opened.part_tokens == [opened.num_tokens]
-    found = data.epochs(config, counts, 2.5 * opened.num_tokens)
-    assert found == pytest.approx(2.5)
+    passes = data.epochs(config, counts, 2.5 * opened.num_tokens)
+    assert passes == pytest.approx(2.5)
 
 
 def test_counts_follow_the_files(tmp_path):

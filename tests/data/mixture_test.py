@@ -43,9 +43,9 @@ def _open(paths, split="train", process=(0, 1), **fields):
 
 
 def _first_ids(batches, count):
-  found = [b["tokens"][:, 0] for b in itertools.islice(batches, count)]
+  ids = [b["tokens"][:, 0] for b in itertools.islice(batches, count)]
   batches.close()
-  return np.stack(found)
+  return np.stack(ids)
 
 
 def test_shares_are_exact_and_every_row_comes_once_an_epoch(paths):
@@ -62,9 +62,9 @@ def test_shares_are_exact_and_every_row_comes_once_an_epoch(paths):
 
 
 def test_position_is_one_number(paths):
-  whole = _first_ids(_open(paths).batches(), 40)
+  ids = _first_ids(_open(paths).batches(), 40)
   later = _open(paths).batches(start_batch=33)
-  np.testing.assert_array_equal(_first_ids(later, 7), whole[33:])
+  np.testing.assert_array_equal(_first_ids(later, 7), ids[33:])
   batches = _open(paths).batches()
   next(batches)
   state = json.loads(json.dumps(batches.get_state()))
@@ -73,16 +73,16 @@ def test_position_is_one_number(paths):
   for part in parts:
     part.set_state(state)
   resumed = np.concatenate([_first_ids(part, 5) for part in parts], axis=1)
-  np.testing.assert_array_equal(resumed, whole[1:6])
+  np.testing.assert_array_equal(resumed, ids[1:6])
 
 
 def test_one_path_with_all_the_weight_is_that_path(paths):
-  one = _open(paths[:1], weights=(1.0,))
+  mixed = _open(paths[:1], weights=(1.0,))
   plain = _open((), weights=(), path=paths[0])
   np.testing.assert_array_equal(
-    _first_ids(one.batches(), 9), _first_ids(plain.batches(), 9)
+    _first_ids(mixed.batches(), 9), _first_ids(plain.batches(), 9)
   )
-  assert one.describe() == plain.describe()
+  assert mixed.describe() == plain.describe()
 
 
 def test_validation_is_mixed_until_one_path_ends(paths):
@@ -91,8 +91,8 @@ def test_validation_is_mixed_until_one_path_ends(paths):
   rows = _first_ids(dataset.batches(), 100).ravel()
   assert len(rows) == 24  # With two rows of padding.
   assert len(set(rows[:22])) == 22 and np.sum(rows[:22] < 1000) == 11
-  own = _open(paths, "validation", validation_path=paths[2])
-  rows = _first_ids(own.batches(), 100).ravel()[: own.num_rows]
+  mixed = _open(paths, "validation", validation_path=paths[2])
+  rows = _first_ids(mixed.batches(), 100).ravel()[: mixed.num_rows]
   assert set(rows // 1000) == {2} and len(rows) == 50
 
 

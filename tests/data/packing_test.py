@@ -56,7 +56,7 @@ def _text(document):
 
 
 def _jsonl(folder, documents):
-  lines = [json.dumps({"text": _text(one)}) for one in documents]
+  lines = [json.dumps({"text": _text(words)}) for words in documents]
   (folder / "a.jsonl").write_text("\n".join([*lines, '{"text": ""}']))
   (folder / "val.jsonl").write_text(json.dumps({"text": "w0 w0"}))
   return {"source": "jsonl", "path": str(folder)}
@@ -135,8 +135,8 @@ def test_each_token_is_learned_once_from_its_document(
     batches = dataset.batches()
     rows = []
     while len(rows) < dataset.num_rows:
-      one = next(batches)
-      examples = loss_lib.Examples.of(one)
+      step = next(batches)
+      examples = loss_lib.Examples.of(step)
       segments = examples.segment_ids
       if segments is None:
         segments = np.ones_like(examples.inputs)
@@ -146,7 +146,7 @@ def test_each_token_is_learned_once_from_its_document(
 
 
 def _check(rows, way, documents, separator, segment_ids):
-  owner = {word: n for n, one in enumerate(documents) for word in one}
+  owner = {word: n for n, words in enumerate(documents) for word in words}
   learned = collections.Counter()
   for inputs, targets, weights, segments in rows:
     np.testing.assert_array_equal(inputs[1:], targets[:-1])
@@ -157,16 +157,16 @@ def _check(rows, way, documents, separator, segment_ids):
       if segment_ids:
         assert seen == inputs[at + 1 - len(seen) : at + 1].tolist()
         word = next(int(i) for i in (targets[at], inputs[at]) if i != separator)
-        whole = [separator, *documents[owner[word]], separator]
-        stop = whole.index(word) + (targets[at] == separator)
+        tokens = [separator, *documents[owner[word]], separator]
+        stop = tokens.index(word) + (targets[at] == separator)
         first = max(0, stop - at - 1)
-        assert seen == whole[first:stop]
+        assert seen == tokens[first:stop]
   assert learned == _expected(way, documents, separator)
 
 
 def test_one_text_is_one_document(tmp_path):
   """Split by position: nothing is in both parts, and nothing is lost."""
-  document = [word for one in _documents(0) for word in one]
+  document = [word for words in _documents(0) for word in words]
   file = tmp_path / "corpus.txt"
   file.write_text("\n".join(f"w{i}" for i in document))
   config = config_lib.DataConfig(

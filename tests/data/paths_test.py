@@ -65,8 +65,8 @@ class TestListFiles:
 
   def test_a_list(self):
     both = f"{self.folder / 'sub'},{self.folder / 'a.txt'}"
-    found = paths.list_files("data.path", both, (".txt",))
-    assert [f.name for f in found] == ["c.txt", "a.txt"]
+    listed = paths.list_files("data.path", both, (".txt",))
+    assert [f.name for f in listed] == ["c.txt", "a.txt"]
     assert self._list("b.txt,") == ["b.txt"]
     (self.folder / "b,c.txt").write_text("")
     assert self._list("b,c.txt") == ["b,c.txt"]
@@ -156,8 +156,8 @@ class TestSplits:
       name: str(self.folder / path) for name, path in fields.items()
     }
     config = config_lib.DataConfig(source="jsonl", **fields)
-    found, shared = paths.splits(config, (".x",), all_named=all_named)
-    train, held_out = ([f.name for f in found[s]] for s in found)
+    splits, shared = paths.splits(config, (".x",), all_named=all_named)
+    train, held_out = ([f.name for f in splits[s]] for s in splits)
     assert shared == (train == held_out)
     return train, held_out
 

@@ -85,13 +85,13 @@ class TestPipeline:
   def test_processes_share_the_global_batch(self, split, count, segment_ids):
     for name in ("train", "validation"):
       self._write(name, np.arange(_NUM_ROWS * _LENGTH), separator_id=7)
-    one = self._open(split, segment_ids=segment_ids).batches()
+    single = self._open(split, segment_ids=segment_ids).batches()
     several = [
       self._open(split, (p, count), segment_ids=segment_ids).batches()
       for p in range(count)
     ]
     seen = 0
-    for batch in itertools.islice(one, 12):
+    for batch in itertools.islice(single, 12):
       parts = [next(iterator) for iterator in several]
       assert parts[0]["tokens"].shape == (4 // count, _LENGTH + 1)
       names = ["counts"] + ["segment_ids"] * segment_ids + ["tokens"]
@@ -105,15 +105,15 @@ class TestPipeline:
       for iterator in several:
         with pytest.raises(StopIteration):
           next(iterator)
-    for iterator in (one, *several):
+    for iterator in (single, *several):
       iterator.close()
 
   @pytest.mark.parametrize("num_threads", [0, 1, 3])
   def test_the_number_of_threads_changes_nothing(self, num_threads):
     expected = self._open(num_threads=2)
-    found = self._open(num_threads=num_threads)
-    assert found.identity() == expected.identity()
-    rows = self._rows(found, 9)
+    actual = self._open(num_threads=num_threads)
+    assert actual.identity() == expected.identity()
+    rows = self._rows(actual, 9)
     np.testing.assert_array_equal(rows, self._rows(expected, 9))
 
   def test_starting_much_later_is_as_quick(self):
@@ -216,11 +216,11 @@ class TestStdlibPipeline:
     validation = data.open_dataset(config, "validation")
     described = train.describe(), validation.describe()
     assert sum(d["split_bytes"] for d in described) == described[0]["bytes"]
-    for dataset, found in zip((train, validation), described):
+    for dataset, facts in zip((train, validation), described):
       assert (
-        dataset.num_tokens == found["split_bytes"] + found["split_documents"]
+        dataset.num_tokens == facts["split_bytes"] + facts["split_documents"]
       )
-      json.dumps(found)
+      json.dumps(facts)
     first, second = (d["split_sha256"] for d in described)
     assert first != second
     assert 0.01 <= described[1]["split_bytes"] / described[0]["bytes"] <= 0.12

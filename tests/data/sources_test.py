@@ -39,16 +39,16 @@ def test_documents_are_whole(at_once, start, monkeypatch):
 
   monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
   with tqdm.tqdm(disable=True) as bar:
-    found = list(
+    encoded = list(
       sources.encode(
         sources.Opened(_Texts(), None, ""), ("train",), tokenizer, start=start,
         bar=bar,
       )
     )  # fmt: skip
   expected = {n: t for n, t in enumerate(_TEXTS) if t and n >= start}
-  assert {one.number: one.text for one in found} == expected
-  for one in found:
-    np.testing.assert_array_equal(one.ids, [256, *one.text])
+  assert {text.number: text.text for text in encoded} == expected
+  for document in encoded:
+    np.testing.assert_array_equal(document.ids, [256, *document.text])
   assert [text for texts in calls for text in texts] == [*expected.values()]
   for texts in calls:
     assert sum(map(len, texts[:-1])) < at_once
@@ -71,8 +71,8 @@ def test_ids_of_a_long_document_are_those_of_its_text(tmp_path, monkeypatch):
   document = documents.Document("one", text)
   monkeypatch.setattr(_Texts, "iterate", lambda self, start=0: iter([document]))
   with tqdm.tqdm(disable=True) as bar:
-    (found,) = sources.encode(
+    (encoded,) = sources.encode(
       sources.Opened(_Texts(), None, ""), ("train",), tokenizer, bar=bar
     )
-  np.testing.assert_array_equal(found.ids[1:], tokenizer.encode(text))
-  assert np.sum(found.ids == 0) == 1
+  np.testing.assert_array_equal(encoded.ids[1:], tokenizer.encode(text))
+  assert np.sum(encoded.ids == 0) == 1

@@ -133,10 +133,10 @@ def _check_stream(theirs, ours, before, ids):
   decode = lambda some: theirs.decode(some, skip_special_tokens=True)
   decoder = ours.decoder(before)
   pieces = [decoder.add(id) for id in ids]
-  found = "".join([*pieces, decoder.end()])
+  actual = "".join([*pieces, decoder.end()])
   texts = [decode(before), decode([*before, *ids])]
   expected = texts[1].removeprefix(os.path.commonprefix(texts))
-  assert found == expected, (before, ids)
+  assert actual == expected, (before, ids)
   return pieces
 
 

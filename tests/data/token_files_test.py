@@ -209,13 +209,13 @@ class TestTokenFiles:
       raise OSError(*error)
 
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(OSError, match="It fails") as found:
+    with pytest.raises(OSError, match="It fails") as raised:
       for _ in range(3000):
         next(batches)
-    assert exits.of_error(found.value) == exits.Exit.AGAIN
+    assert exits.of_error(raised.value) == exits.Exit.AGAIN
     # Without a number, as of gcsfs, a name would hide the text.
     named = str(self.folder / "x.bin") if len(error) > 1 else None
-    assert found.value.filename == named
+    assert raised.value.filename == named
     batches.close()
 
   @pytest.mark.parametrize(

@@ -124,7 +124,9 @@ class Test48B:
 def test_tied_head_is_active():
   model = _load("kimi_linear.py:runlocal")
   tied = dataclasses.replace(model, tie_embeddings=True)
-  both, one = (parameters.total(parameters.of_parts(m)) for m in (model, tied))
+  both, shared = (
+    parameters.total(parameters.of_parts(m)) for m in (model, tied)
+  )
   table = model.vocab_size * model.width
-  assert both.total - one.total == table
-  assert both.active == one.active
+  assert both.total - shared.total == table
+  assert both.active == shared.active

@@ -41,15 +41,15 @@ def test_modules_add_up(numbers):
 
 def test_scheme_without_a_block_size_is_left_out():
   model = tiny_network.config("prenorm", num_blocks=0)
-  found = flops.make_report(config_lib.RunConfig(model=model))
-  left_out = set(residuals.headline()) - set(found["schemes"])
+  counts = flops.make_report(config_lib.RunConfig(model=model))
+  left_out = set(residuals.headline()) - set(counts["schemes"])
   assert left_out == {"block_attnres"}
 
 
 def test_options_of_its_scheme_leave_the_usual_ones():
   model = tiny_network.config("laurel_lr", rank=3)
-  found = flops.make_report(config_lib.RunConfig(model=model))
-  assert list(found["schemes"]) == [*residuals.headline(), "laurel_lr"]
+  counts = flops.make_report(config_lib.RunConfig(model=model))
+  assert list(counts["schemes"]) == [*residuals.headline(), "laurel_lr"]
 
 
 def test_unknown_vocabulary():
@@ -60,20 +60,20 @@ def test_unknown_vocabulary():
 def test_command(numbers, tmp_path, capsys):
   file = tmp_path / "48b.json"
   assert command.main([f"--config={SPEC}", f"--json={file}"]) == 0
-  found = capsys.readouterr()
-  assert (found.out, found.err) == (report.to_text(numbers) + "\n", "")
+  printed = capsys.readouterr()
+  assert (printed.out, printed.err) == (report.to_text(numbers) + "\n", "")
   assert json.loads(file.read_text()) == json.loads(json.dumps(numbers))
 
 
 def _sizes_row(size):
   run = config_lib.load_config(f"{ROOT}/configs/kimi_linear.py:size={size}")
-  found, model = flops.make_report(run), run.model
-  totals = found["totals"]["without embedding and head"]
+  counts, model = flops.make_report(run), run.model
+  totals = counts["totals"]["without embedding and head"]
   block, plain = (
-    found["schemes"][name] for name in ("block_attnres", "prenorm")
+    counts["schemes"][name] for name in ("block_attnres", "prenorm")
   )
   more = block["flops"]["train"] / plain["flops"]["train"] - 1
-  caches = found["cache"].values()
+  caches = counts["cache"].values()
   cells = [
     size,
     f"{model.num_layers} x {model.width}",
@@ -92,8 +92,8 @@ def _sizes_row(size):
 @pytest.mark.more
 def test_sizes_in_the_docs():
   text = (ROOT / "docs" / "kimi_linear.md").read_text()
-  found = text.partition("<!-- sizes -->")[2].partition("<!-- /sizes -->")[0]
-  rows = [line for line in found.splitlines() if line.startswith("| ")][1:]
+  table = text.partition("<!-- sizes -->")[2].partition("<!-- /sizes -->")[0]
+  rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
   sizes = ("194m", "241m", "296m", "436m", "528m", "48b")
   expected = [_sizes_row(size) for size in sizes]
   assert rows == expected, "\n".join(["write these:", *expected])

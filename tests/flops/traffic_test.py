@@ -36,9 +36,9 @@ def test_full_sublayer_by_sublayer(layers, size):
     for i in range(stop - start):
       reads += i + (i > 0)  # the values of the segment so far, the mixture
       writes += 1  # h
-  found = _traffic("full_attnres", layers, schedule_size=size)
-  assert found.reads == pytest.approx(reads / (2 * layers))
-  assert found.writes == pytest.approx(writes / (2 * layers))
+  moved = _traffic("full_attnres", layers, schedule_size=size)
+  assert moved.reads == pytest.approx(reads / (2 * layers))
+  assert moved.writes == pytest.approx(writes / (2 * layers))
 
 
 @pytest.mark.parametrize("layers,size", [(2, 4), (6, 4), (5, 4), (27, 6)])
@@ -55,9 +55,9 @@ def test_block_sublayer_by_sublayer(layers, size):
       writes += 1 + (i > 0)  # h, the sum
     reads += 2 if stop - start > 1 else 1
     writes += 1  # the block
-  found = _traffic("block_attnres", layers, block_size=size)
-  assert found.reads == pytest.approx(reads / (2 * layers))
-  assert found.writes == pytest.approx(writes / (2 * layers))
+  moved = _traffic("block_attnres", layers, block_size=size)
+  assert moved.reads == pytest.approx(reads / (2 * layers))
+  assert moved.writes == pytest.approx(writes / (2 * layers))
 
 
 FIELDS = tiny_network.KINDS | dict(
@@ -84,10 +84,10 @@ def test_caches_are_those_of_a_decoder(dtype, fields):
   model = tiny_network.config(dtype=dtype, **FIELDS | fields)
   network = jax.eval_shape(lambda: models.build_model(model))
   cache = jax.eval_shape(lambda model: model.init_cache(3, 5), network)
-  found = traffic.of_caches(model)
-  assert found.keys() == cache.states.keys()
+  caches = traffic.of_caches(model)
+  assert caches.keys() == cache.states.keys()
   for kind, state in cache.states.items():
     held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
     assert held == 3 * (
-      found[kind].sequence_bytes + 5 * found[kind].token_bytes
+      caches[kind].sequence_bytes + 5 * caches[kind].token_bytes
     )

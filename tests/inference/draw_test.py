@@ -32,11 +32,11 @@ def _p(settings):
   """The probability of each token, one setting after the other."""
   logits_V = LOGITS_V.astype(np.float64) / settings.temperature
   order = sorted(range(VOCAB), key=lambda i: -logits_V[i])
-  kept = order[: settings.top_k or VOCAB]
-  p = {i: math.exp(logits_V[i]) for i in kept}
+  top = order[: settings.top_k or VOCAB]
+  p = {i: math.exp(logits_V[i]) for i in top}
   p = {i: value / sum(p.values()) for i, value in p.items()}
   total, nucleus = 0.0, []
-  for i in kept:
+  for i in top:
     if total < settings.top_p or not nucleus:
       nucleus.append(i)
     total += p[i]
@@ -95,21 +95,21 @@ def test_a_draw_depends_on_seed_and_position_only():
       _draw(logits_BV, rows, position_B + i).token_B.tolist() for i in range(12)
     ]
 
-  found = np.array(tokens(rows, logits_BV, jnp.asarray([3, 3, 3, 3, 3])))
-  alone = np.array(tokens(_rows(1, seed=7), logits_BV[:1], jnp.asarray([3])))
+  drawn = np.array(tokens(rows, logits_BV, jnp.asarray([3, 3, 3, 3, 3])))
+  single = np.array(tokens(_rows(1, seed=7), logits_BV[:1], jnp.asarray([3])))
   for row in (0, 1, 4):
-    np.testing.assert_array_equal(found[:, row], alone[:, 0])
-  assert np.any(found[:, 2] != alone[:, 0])
-  assert set(found[:, 3]) == {int(np.argmax(LOGITS_V))}
-  assert len(set(alone[:, 0])) > 2
+    np.testing.assert_array_equal(drawn[:, row], single[:, 0])
+  assert np.any(drawn[:, 2] != single[:, 0])
+  assert set(drawn[:, 3]) == {int(np.argmax(LOGITS_V))}
+  assert len(set(single[:, 0])) > 2
 
 
 def test_cuts_of_a_neighbour_leave_unlikely_tokens():
   """Though the rounded probability of those before them is one."""
   logits_BV = jnp.asarray([[0.0, -30.0], [0.0, -30.0]])
   rows = _rows(2)._replace(top_p=jnp.asarray([1.0, 0.5]))
-  found = jax.jit(draw._cut)(logits_BV, rows)
-  np.testing.assert_array_equal(found, [[0.0, -30.0], [0.0, -np.inf]])
+  cut = jax.jit(draw._cut)(logits_BV, rows)
+  np.testing.assert_array_equal(cut, [[0.0, -30.0], [0.0, -np.inf]])
 
 
 def test_rows_without_a_draw_need_no_sorting(monkeypatch):
@@ -125,8 +125,8 @@ def test_rows_without_a_draw_need_no_sorting(monkeypatch):
   logits_BV = jnp.broadcast_to(LOGITS_V, (2, VOCAB))
   run = jax.jit(lambda *args: draw.draw(*args))
   for drawn_B in ([True, False], [False, True]):
-    asked = rows.greedy_unless(jnp.asarray(drawn_B))
-    jax.block_until_ready(run(logits_BV, asked, jnp.zeros(2, jnp.int32)))
+    greedy = rows.greedy_unless(jnp.asarray(drawn_B))
+    jax.block_until_ready(run(logits_BV, greedy, jnp.zeros(2, jnp.int32)))
     jax.effects_barrier()
     assert len(cuts) == drawn_B[1]
 

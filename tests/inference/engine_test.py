@@ -67,20 +67,20 @@ def engine(model):
 
 def _run(engine, prompts):
   requests = [engine_lib.Request(prompt, TOKENS, GREEDY) for prompt in prompts]
-  found = [[] for _ in prompts]
+  tokens = [[] for _ in prompts]
   for token in texts.run(engine, requests):
-    found[token.request].append(token)
-  return found
+    tokens[token.request].append(token)
+  return tokens
 
 
-def _ids(found):
-  return [[token.id for token in tokens] for tokens in found]
+def _ids(requests):
+  return [[token.id for token in tokens] for tokens in requests]
 
 
-def _check(found, expected):
+def _check(actual, expected):
   ids, logprobs = expected
-  assert _ids(found) == ids
-  values = [[token.logprob for token in tokens] for tokens in found]
+  assert _ids(actual) == ids
+  values = [[token.logprob for token in tokens] for tokens in actual]
   np.testing.assert_allclose(values, logprobs, rtol=0, atol=1e-4)
   assert len({tuple(row) for row in ids}) > 3
 
@@ -107,18 +107,18 @@ def test_a_cancelled_request_leaves_its_slot(engine, prompts, expected):
   ]
   with pytest.raises(ValueError, match="no slot is free"):
     engine.submit(engine_lib.Request(prompts[2], TOKENS, GREEDY))
-  found = {number: [] for number in numbers}
+  ids = {number: [] for number in numbers}
   for token in engine.step():
-    found[token.request].append(token.id)
+    ids[token.request].append(token.id)
   engine.cancel(numbers[0])
   numbers.append(engine.submit(engine_lib.Request(prompts[4], TOKENS, GREEDY)))
-  found[numbers[2]] = []
+  ids[numbers[2]] = []
   while engine.busy:
     for token in engine.step():
-      found[token.request].append(token.id)
-  assert found[numbers[1]] == expected[0][0]
-  assert found[numbers[2]] == expected[0][4]
-  assert len(found[numbers[0]]) < TOKENS
+      ids[token.request].append(token.id)
+  assert ids[numbers[1]] == expected[0][0]
+  assert ids[numbers[2]] == expected[0][4]
+  assert len(ids[numbers[0]]) < TOKENS
 
 
 @pytest.mark.slow
@@ -126,11 +126,11 @@ def test_bfloat16(prompts):
   """With weights in bfloat16, the same as with the training weights."""
   model = _model(dtype="bfloat16")
   engine = engine_lib.Engine(model, slots=1, length=LENGTH, chunk=CHUNK)
-  (found,) = _run(engine, prompts[:1])
-  ids = [*prompts[0], *(token.id for token in found)]
+  (tokens,) = _run(engine, prompts[:1])
+  ids = [*prompts[0], *(token.id for token in tokens)]
   apply = jax.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens)))
   logprob_TV = np.asarray(apply(model, np.asarray([ids], np.int32))[0])
-  for token, logprob_V in zip(found, logprob_TV[len(prompts[0]) - 1 :]):
+  for token, logprob_V in zip(tokens, logprob_TV[len(prompts[0]) - 1 :]):
     assert abs(token.logprob - logprob_V[token.id]) < 0.1
     assert logprob_V[token.id] > logprob_V.max() - 0.1
 
@@ -174,8 +174,8 @@ def test_bad_requests(engine, prompt, num_tokens, message):
 def test_weights_that_need_no_cast_are_not_copied(model):
   engine = engine_lib.Engine(model, slots=1, length=8, separate=False)
   ours, theirs = (
-    [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(one)]
-    for one in (engine._model, model)
+    [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weights)]
+    for weights in (engine._model, model)
   )
   assert ours == theirs
 

@@ -15,10 +15,10 @@ from tests.inference import texts
 def _generate(engine, prompts):
   settings = draw.Settings(temperature=0.0)
   requests = [engine_lib.Request(prompt, 4, settings) for prompt in prompts]
-  found = [[] for _ in prompts]
+  drawn = [[] for _ in prompts]
   for token in texts.run(engine, requests):
-    found[token.request].append((token.id, token.logprob))
-  return found
+    drawn[token.request].append((token.id, token.logprob))
+  return drawn
 
 
 ALL_KINDS = tiny_network.KINDS | dict(
@@ -39,16 +39,16 @@ def test_same_tokens(fields):
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 16, n).tolist() for n in (21, 3)]
   prompts += [[*prompts[0][:17], 1]]
-  found = {}
+  results = {}
   for separate in (False, True):
     engine = engine_lib.Engine(
       model, slots=2, length=32, chunk=16, separate=separate
     )
     arrays = len(jax.tree.leaves(engine._model.sublayers))
-    found[separate] = arrays, _generate(engine, prompts)
-  (few, expected), (many, own) = found[False], found[True]
+    results[separate] = arrays, _generate(engine, prompts)
+  (few, expected), (many, actual) = results[False], results[True]
   assert many > few
-  for a, b in zip(own, expected, strict=True):
+  for a, b in zip(actual, expected, strict=True):
     assert [id for id, _ in a] == [id for id, _ in b]
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 

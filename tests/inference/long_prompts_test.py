@@ -47,18 +47,18 @@ def test_collectives_of_a_chunk(name, cached):
   """
   config = tiny_network.config(name, scan_layers=False, **FIELDS)
   model = jax.eval_shape(lambda: models.build_model(config))
-  traced = programs.trace_extend(model, _mesh(), LENGTH, cached, 2 * LENGTH)
-  program = hlo.Program(traced.lower().compile().as_text())
+  program_of = programs.trace_extend(model, _mesh(), LENGTH, cached, 2 * LENGTH)
+  program = hlo.Program(program_of.lower().compile().as_text())
   parts = collections.Counter(config.sublayer_kinds)
-  found, largest = collections.Counter(), 0
-  for one in program.collectives():
-    computation, name = one.place
+  counts, largest = collections.Counter(), 0
+  for op in program.collectives():
+    computation, name = op.place
     source = program.computations[computation][name].op_name
     if "part<" in source and "head" not in source:
-      found[one.kind] += one.count
-      assert len(one.group) == DEVICES
-      largest = max(largest, *(a.nbytes for a in one.arrays))
-  assert found == {
+      counts[op.kind] += op.count
+      assert len(op.group) == DEVICES
+      largest = max(largest, *(a.nbytes for a in op.arrays))
+  assert counts == {
     "all-gather": sum(parts.values()),
     "reduce-scatter": sum(parts.values()) + 1,
   }
@@ -97,13 +97,13 @@ def test_equals_one_device(name):
       hidden.append(out.hidden_BTD[:, :length])
     return hidden, cache
 
-  whole = jax.jit(prefill)(model, tokens_BT)
+  prompt = jax.jit(prefill)(model, tokens_BT)
   mesh = _mesh()
   placed = jax.device_put(model, sharding.state_sharding(model, mesh))
   with sharding.ambient(mesh):
     parts = jax.jit(prefill)(placed, tokens_BT)
   assert len(parts[0][0].devices()) == DEVICES
-  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+  for a, b in zip(jax.tree.leaves(prompt), jax.tree.leaves(parts), strict=True):
     scale = np.abs(a).max()
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * scale)
 
@@ -119,9 +119,9 @@ def test_tiles_of_queries(monkeypatch):
     cache = cache_lib.append(cache, first.added)
     return model.extend(tokens_BT[:, 8:], cache, context=8).hidden_BTD
 
-  whole = jax.jit(hidden)(model, tokens_BT)
+  expected = jax.jit(hidden)(model, tokens_BT)
   monkeypatch.setattr(causal_attention, "TILE", 5)
   in_tiles = jax.jit(lambda *arguments: hidden(*arguments))
   assert "while" in in_tiles.lower(model, tokens_BT).as_text()
-  found = in_tiles(model, tokens_BT)
-  np.testing.assert_allclose(found, whole, rtol=0, atol=1e-5)
+  actual = in_tiles(model, tokens_BT)
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)

@@ -39,12 +39,12 @@ def test_weights_are_those_of_the_run_in_bfloat16(run, packages):
   (name,) = packaged.names()
   model = attnres_jax.load_trained(name)
   _, trained = checkpoint.load_model(run)
-  rounded, exact = trees.to_flat(model), trees.to_flat(trained)
-  assert rounded.keys() == exact.keys()
+  narrow, exact = trees.to_flat(model), trees.to_flat(trained)
+  assert narrow.keys() == exact.keys()
   for path, leaf in exact.items():
-    assert rounded[path].dtype == leaf.dtype
+    assert narrow[path].dtype == leaf.dtype
     expected = np.asarray(jnp.asarray(leaf, jnp.bfloat16), leaf.dtype)
-    np.testing.assert_array_equal(rounded[path], expected, err_msg=path)
+    np.testing.assert_array_equal(narrow[path], expected, err_msg=path)
   origin = json.loads((packages / name / packaged.ORIGIN).read_text())
   assert origin["licence_of_text"] == "CC0-1.0"
   summary = json.loads((run / "summary.json").read_text())

@@ -19,20 +19,20 @@ def test_order_of_products(monkeypatch):
   def run():
     runner = engine.Engine(model, slots=1, length=16)
     runner.submit(request)
-    found = []
+    tokens = []
     while runner.busy:
-      found += runner.step()
-    return [token.logprob for token in found]
+      tokens += runner.step()
+    return [token.logprob for token in tokens]
 
-  expected, asked = run(), []
+  expected, platforms = run(), []
 
   def reads_products(platform):
-    asked.append(platform)
+    platforms.append(platform)
     return True
 
   monkeypatch.setattr(prepared, "reads_products", reads_products)
   np.testing.assert_allclose(run(), expected, rtol=0, atol=1e-5)
-  assert asked == ["cpu"]
+  assert platforms == ["cpu"]
 
 
 def test_which_weights():
@@ -45,6 +45,6 @@ def test_which_weights():
     )
     for path, leaf in jax.tree_util.tree_leaves_with_path(formats)
   }
-  found = {name.split("/core/")[1] for name, o in orders.items() if o}
-  assert {name.split("/")[0] for name in found} == {"query", "key", "value"}
+  weights = {name.split("/core/")[1] for name, o in orders.items() if o}
+  assert {name.split("/")[0] for name in weights} == {"query", "key", "value"}
   assert {order for order in orders.values() if order} == {(0, 2, 1, 3)}

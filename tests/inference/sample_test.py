@@ -41,7 +41,7 @@ def run(monkeypatch, model, tmp_path):
 
 
 def test_text_opens_a_document(model):
-  found = sample.sample_text(
+  shown = sample.sample_text(
     model, TOKENIZER, "ab", num_tokens=4, temperature=0.0
   )
   engine = engine_lib.Engine(model, slots=1, length=8)
@@ -49,7 +49,7 @@ def test_text_opens_a_document(model):
     [TOKENIZER.separator_id, 97, 98], 4, draw.Settings(temperature=0.0)
   )
   ids = [token.id for token in texts.run(engine, [request])]
-  assert found == TOKENIZER.decode(ids)
+  assert shown == TOKENIZER.decode(ids)
 
 
 def test_one_prompt_is_printed_as_it_is_drawn(run, model, capsys, monkeypatch):
@@ -73,13 +73,13 @@ def test_one_prompt_is_printed_as_it_is_drawn(run, model, capsys, monkeypatch):
 def test_a_loop_that_is_left_frees_its_slots(model):
   engine = engine_lib.Engine(model, slots=2, length=16)
   text_format = text_format_lib.of_tokenizer(TOKENIZER)
-  one = text.request(text_format, "ab", 9)
-  for _ in text.complete(engine, text_format, [(one, ())] * 3):
+  short = text.request(text_format, "ab", 9)
+  for _ in text.complete(engine, text_format, [(short, ())] * 3):
     break
   assert not engine.busy
   long = text.request(text_format, "ab", 99)
   with pytest.raises(config_lib.ConfigError, match="--num_tokens: got 99"):
-    list(text.complete(engine, text_format, [(one, ()), (long, ())]))
+    list(text.complete(engine, text_format, [(short, ()), (long, ())]))
   assert not engine.busy
 
 
@@ -125,9 +125,9 @@ def test_a_terminal_gets_no_codes(run, monkeypatch, out):
   monkeypatch.setattr(sys, "stdout", out())
   flags = ["--prompt=\x1b[2Ja"]
   assert run(*flags, "--num_tokens=40", "--past_end", "--temperature=100") == 0
-  found = sys.stdout.getvalue()
+  shown = sys.stdout.getvalue()
   if out is _Terminal:
-    assert "\ufffd[2Ja" in found
-    assert text_table.printable(found) == found
+    assert "\ufffd[2Ja" in shown
+    assert text_table.printable(shown) == shown
   else:
-    assert "\x1b[2Ja" in found
+    assert "\x1b[2Ja" in shown

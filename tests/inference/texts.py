@@ -13,8 +13,8 @@ def run(engine, requests):
   waiting, numbers = list(enumerate(requests)), {}
   while waiting or engine.busy:
     while waiting and engine.num_free:
-      i, one = waiting.pop(0)
-      numbers[engine.submit(one)] = i
+      i, request = waiting.pop(0)
+      numbers[engine.submit(request)] = i
     for token in engine.step():
       yield token._replace(request=numbers[token.request])
 
@@ -28,14 +28,14 @@ def drawn(workdir, prompts, num_tokens):
     (text.request(text_format, prompt, num_tokens, settings), ())
     for prompt in prompts
   ]
-  length = max(len(one.prompt) for one, _ in requests) + num_tokens
+  length = max(len(request.prompt) for request, _ in requests) + num_tokens
   engine = engine_lib.Engine(model, length=length)
-  found = [([], [], None) for _ in prompts]
+  answers = [([], [], None) for _ in prompts]
   for piece in text.complete(engine, text_format, requests):
-    ids, texts, _ = found[piece.index]
-    found[piece.index] = (
+    ids, texts, _ = answers[piece.index]
+    answers[piece.index] = (
       [*ids, piece.token.id],
       [*texts, piece.text],
       (piece.finish),
     )
-  return [(ids, "".join(texts), finish) for ids, texts, finish in found]
+  return [(ids, "".join(texts), finish) for ids, texts, finish in answers]

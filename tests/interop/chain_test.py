@@ -30,7 +30,7 @@ def test_the_chain(tmp_path):
   environment = tiny_run.environment()
   # As a user has it: programs are compiled as fast as they run.
   del environment["JAX_DISABLE_MOST_OPTIMIZATIONS"]
-  found = {}
+  outputs = {}
   for python, *command in commands():
     assert python == "python"
     done = subprocess.run(
@@ -39,8 +39,8 @@ def test_the_chain(tmp_path):
       check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{command}\n{done.stderr}"
-    found[command[1]] = done.stdout
-  assert len(found) == 5
+    outputs[command[1]] = done.stdout
+  assert len(outputs) == 5
   losses = [
     row["loss"] for row in metrics.read_rows(tmp_path / "runs/more", "train")
   ]

@@ -77,10 +77,10 @@ def test_a_tokenizer_elsewhere(source, tmp_path, name):
   argv = [f"--path={source}", f"--tokenizer={other / name}"]
   assert IMPORT([*argv, workdir]) == 0
   config, _ = checkpoint.load_model(tmp_path / "a")
-  found = pathlib.Path(config.data.tokenizer_path).read_bytes()
-  assert found == (other / (name or "tokenizer.json")).read_bytes()
+  vocabulary = pathlib.Path(config.data.tokenizer_path).read_bytes()
+  assert vocabulary == (other / (name or "tokenizer.json")).read_bytes()
   assert EXPORT([workdir, f"--path={out}"]) == 0
-  assert (out / "tokenizer.json").read_bytes() == found
+  assert (out / "tokenizer.json").read_bytes() == vocabulary
 
 
 def test_documents_end_with_a_token_at_which_answers_stop(source, tmp_path):

@@ -72,16 +72,16 @@ def _program(config):
   return str(jax.make_jaxpr(lambda network: network(tokens))(network))
 
 
-def _is_same(found, config):
+def _is_same(read, config):
   """Whether a config that was read has the function of the one written."""
-  differ = config_lib.differences(_flat(found), _flat(config))
+  differ = config_lib.differences(_flat(read), _flat(config))
   if not differ.keys() - set(config_table.EXECUTION):
     return True
   try:
     program = _program(config)
   except config_lib.ConfigError:
     return True  # There is no such network.
-  return _program(found) == program
+  return _program(read) == program
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_field_that_no_table_knows_is_refused(monkeypatch):
     networks.setdefault(field, [base]).append(config)
   fields, refused = families.FIELDS, set()
   for field in fields:
-    others = tuple(one for one in fields if one != field)
+    others = tuple(name for name in fields if name != field)
     monkeypatch.setattr(families, "FIELDS", others)
     for config in networks.get(field, [base]):
       normal = config_table.network(config)
@@ -130,6 +130,6 @@ def test_a_field_that_no_table_knows_is_refused(monkeypatch):
           refused.add(field)
           continue
         # Its value follows from other fields.
-        found = families.read_config({"model_type": "attnres"} | values)
-        assert _is_same(found, config), field
+        read = families.read_config({"model_type": "attnres"} | values)
+        assert _is_same(read, config), field
   assert len(refused) > 30, refused

@@ -81,19 +81,19 @@ def _billions(config):
 
 @pytest.mark.parametrize("values", [QWEN_HALF_BILLION, KIMI_48B, _of_k3(K3)])
 def test_published_networks_come_back(values):
-  found = families.read_config(values)
+  config = families.read_config(values)
   name = values["model_type"]
-  written = families.FAMILIES[name].write_config(found)
-  assert families.read_config({"model_type": name} | written) == found
+  written = families.FAMILIES[name].write_config(config)
+  assert families.read_config({"model_type": name} | written) == config
 
 
 def test_the_published_48b_network_is_that_of_configs():
-  found = families.read_config(KIMI_48B)
+  config = families.read_config(KIMI_48B)
   ours = tiny_network.full_size()
-  assert found == dataclasses.replace(
-    ours, vocab_size=163840, dtype="float32", residual=found.residual,
-    remat=found.remat, rope_theta=found.rope_theta,
-    num_kv_heads=found.num_kv_heads,
+  assert config == dataclasses.replace(
+    ours, vocab_size=163840, dtype="float32", residual=config.residual,
+    remat=config.remat, rope_theta=config.rope_theta,
+    num_kv_heads=config.num_kv_heads,
   )  # fmt: skip
 
 
@@ -118,9 +118,9 @@ def test_the_published_shapes_of_k3():
     rule = dataclasses.replace(rule, packed=".experts." in rule.names[0])
     for name, shape, _ in rule.stored():
       count += 1
-      for end, wanted in (packed | plain).items():
+      for end, expected in (packed | plain).items():
         if name.endswith(end):
-          assert shape == wanted, name
+          assert shape == expected, name
           seen.add(end)
   assert seen == packed.keys() | plain.keys()
   # All but those of images, of which the headers have 497,220.

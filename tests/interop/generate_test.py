@@ -52,16 +52,16 @@ def _theirs(model, tokenizer, prompt, ends):
   # What the tokenizer puts behind a text would end it.
   ids = tokenizer(prompt)["input_ids"][:-1]
   with torch.no_grad():
-    found = model.generate(
+    all_ids = model.generate(
       torch.tensor([ids]),
       attention_mask=torch.ones(1, len(ids), dtype=torch.long),
       max_new_tokens=NUM_TOKENS,
       do_sample=False,
     )[0].tolist()
-  drawn = found[len(ids) :]
+  drawn = all_ids[len(ids) :]
   decode = lambda some: tokenizer.decode(some, skip_special_tokens=True)
   stopped = drawn[-1] in ends
-  shown = found[:-1] if stopped else found
+  shown = all_ids[:-1] if stopped else all_ids
   text = decode(shown)[len(decode(ids)) :]
   return drawn, text, "stop" if stopped else "length"
 
@@ -82,8 +82,8 @@ def _is_tie(model, tokenizer, prompt, ours, theirs):
   exact = copy.deepcopy(model).double()
   with torch.no_grad():
     logits = exact(torch.tensor([ids])).logits[0, -1]
-  one, other = logits[ours[0][at]], logits[theirs[0][at]]
-  return bool(min(one, other) >= logits.max() - 1e-5 * logits.abs().max())
+  mine, other = logits[ours[0][at]], logits[theirs[0][at]]
+  return bool(min(mine, other) >= logits.max() - 1e-5 * logits.abs().max())
 
 
 def _check(tmp_path, kind, count):
@@ -95,8 +95,8 @@ def _check(tmp_path, kind, count):
   rng = random.Random(1)
   prompts = [text_format_test._text(rng) for _ in range(count)]
   reasons, ties = set(), 0
-  found = texts.drawn(folder, prompts, NUM_TOKENS)
-  for prompt, ours in zip(prompts, found, strict=True):
+  drawn = texts.drawn(folder, prompts, NUM_TOKENS)
+  for prompt, ours in zip(prompts, drawn, strict=True):
     expected = _theirs(model, tokenizer, prompt, ends)
     if ours != expected and _is_tie(model, tokenizer, prompt, ours, expected):
       ties += 1

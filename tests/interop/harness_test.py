@@ -136,15 +136,15 @@ def _theirs(folder, tasks, names, **options):
     max_length=LENGTH, **options,
   )  # fmt: skip
   table = TaskManager(include_path=tasks, include_defaults=False)
-  found = evaluator.simple_evaluate(
+  results = evaluator.simple_evaluate(
     lm, tasks=names, task_manager=table, bootstrap_iters=0
   )
-  return found
+  return results
 
 
 def _responses(results, task):
   """The network's answers, in the order of the examples."""
-  samples = sorted(results["samples"][task], key=lambda one: one["doc_id"])
+  samples = sorted(results["samples"][task], key=lambda s: s["doc_id"])
   return [sample["resps"] for sample in samples]
 
 
@@ -233,9 +233,9 @@ def test_a_document_scores_its_losses_in_training(kind, run, tmp_path, quiet):
   ids = [network.tok_encode(t, add_special_tokens=False) for t in texts]
   prefix = network.prefix_token_id
   assert prefix not in ids[1] and len(ids[2]) == LENGTH
-  found = network.loglikelihood_rolling(_requests(*((t,) for t in texts)))
+  scores = network.loglikelihood_rolling(_requests(*((t,) for t in texts)))
   losses = _trained_losses(run, [[prefix, *row] for row in ids[:3]])
-  np.testing.assert_allclose(found, [*(-x for x in losses), 0], rtol=1e-4)
+  np.testing.assert_allclose(scores, [*(-x for x in losses), 0], rtol=1e-4)
   first, rest = network.loglikelihood(
     _requests(("", "the"), ("the", " sources"))
   )
@@ -243,7 +243,7 @@ def test_a_document_scores_its_losses_in_training(kind, run, tmp_path, quiet):
     _requests(("the",))
   )[0], rtol=1e-5)  # fmt: skip
   if kind != "imported":  # Whose contexts do not open.
-    np.testing.assert_allclose(first[0] + rest[0], found[1], rtol=1e-4)
+    np.testing.assert_allclose(first[0] + rest[0], scores[1], rtol=1e-4)
   # Rows of training overlap by one token; the last window has more context.
   long = "b" * LENGTH + "a" * LENGTH
   (score,) = network.loglikelihood_rolling(_requests((long,)))

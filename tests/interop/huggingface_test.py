@@ -20,8 +20,8 @@ FAMILIES = tuple(families.FAMILIES)
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-def _assert_same(one, other):
-  jax.tree.map(np.testing.assert_array_equal, one, other)
+def _assert_same(model, other):
+  jax.tree.map(np.testing.assert_array_equal, model, other)
 
 
 @pytest.mark.more
@@ -88,8 +88,8 @@ def test_shards_are_those_of_the_whole(tmp_path, family, mesh):
   mesh = sharding.make_mesh(config_lib.MeshConfig(**{"data": 1} | mesh))
   loaded = huggingface.load(huggingface.read(tmp_path), mesh)
   _assert_same(loaded, model)
-  found = jax.tree.map(lambda a: a.sharding, loaded)
-  assert jax.tree.leaves(found) == jax.tree.leaves(
+  places = jax.tree.map(lambda a: a.sharding, loaded)
+  assert jax.tree.leaves(places) == jax.tree.leaves(
     sharding.state_sharding(model, mesh)
   )
   first = next(iter(loaded.sublayers.values()))

@@ -13,13 +13,13 @@ CODES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 def decoded(packed, scales):
   """A matrix in four bits, number by number."""
   rows, columns = packed.shape[0], 2 * packed.shape[1]
-  found = np.zeros((rows, columns))
+  values = np.zeros((rows, columns))
   for r in range(rows):
     for c in range(columns):
       code = (int(packed[r, c // 2]) >> (4 * (c % 2))) & 15
       value = CODES[code % 8] * (-1 if code >= 8 else 1)
-      found[r, c] = value * 2.0 ** (int(scales[r, c // 32]) - 127)
-  return found
+      values[r, c] = value * 2.0 ** (int(scales[r, c // 32]) - 127)
+  return values
 
 
 def norm(x, gain, eps):
@@ -117,7 +117,7 @@ class Network:
   def mla(self, x, at):
     text, count = self.text, len(x)
     heads, rank = text["num_attention_heads"], text["kv_lora_rank"]
-    own = text["qk_nope_head_dim"]
+    nope = text["qk_nope_head_dim"]
     latent = self.normed(
       self.linear(x, at + "q_a_proj"), at + "q_a_layernorm", 1e-6
     )
@@ -127,10 +127,10 @@ class Network:
     kv = self.linear(latent, at + "kv_b_proj").reshape(count, heads, -1)
     outputs = []
     for n in range(heads):
-      k = np.concatenate([kv[:, n, :own], both[:, rank:]], axis=1)
+      k = np.concatenate([kv[:, n, :nope], both[:, rank:]], axis=1)
       scores = q[:, n] @ k.T / np.sqrt(k.shape[1])
       scores = np.where(np.tri(count, dtype=bool), scores, -np.inf)
-      outputs.append(softmax(scores, axis=1) @ kv[:, n, own:])
+      outputs.append(softmax(scores, axis=1) @ kv[:, n, nope:])
     gate = sigmoid(self.linear(x, at + "g_proj"))
     return self.linear(gate * np.concatenate(outputs, axis=1), at + "o_proj")
 

@@ -52,16 +52,16 @@ def folder(tmp_path_factory):
 
 def _reference(folder):
   """Tensors in float64, without images, and the text_config."""
-  arrays, found = small_checkpoint.tensors(folder), {}
+  arrays, weights = small_checkpoint.tensors(folder), {}
   for name, array in arrays.items():
     if name.endswith(PACKED):
       base = name.removesuffix("_packed")
       scales = arrays[base + "_scale"]
-      found[base] = k3_reference.decoded(array, scales)
+      weights[base] = k3_reference.decoded(array, scales)
     elif array.dtype != np.uint8 and name.startswith("language_model."):
-      found[name] = np.asarray(array, np.float64)
+      weights[name] = np.asarray(array, np.float64)
   config = json.loads((folder / huggingface.CONFIG).read_text())
-  return found, config["text_config"]
+  return weights, config["text_config"]
 
 
 @pytest.mark.more
@@ -69,18 +69,18 @@ def test_logits(folder):
   model = huggingface.load(huggingface.read(folder))
   rng = np.random.default_rng(0)
   tokens_T = rng.integers(0, 300, LENGTH, dtype=np.int32)
-  found = jax.jit(lambda model: model(tokens_T[None]))(model)[0]
+  logits = jax.jit(lambda model: model(tokens_T[None]))(model)[0]
   expected = k3_reference.Network(*_reference(folder)).logits(tokens_T)
   assert expected.dtype == np.float64 and expected.std() > 0.3
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+  np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_as_many_heads_as_entries(tmp_path, monkeypatch):
   """Then nothing is behind the heads of A_log."""
   monkeypatch.setattr(layout, "_A_LOG_PARTS", 2)
   model = small_checkpoint.write(tmp_path, "kimi_k3")
-  found = huggingface.load(huggingface.read(tmp_path))
-  jax.tree.map(np.testing.assert_array_equal, found, model)
+  loaded = huggingface.load(huggingface.read(tmp_path))
+  jax.tree.map(np.testing.assert_array_equal, loaded, model)
 
 
 def test_shards_decode_their_own_part(folder):
@@ -89,8 +89,8 @@ def test_shards_decode_their_own_part(folder):
     config_lib.MeshConfig(data=1, fsdp=2, expert=2, tensor=2)
   )
   both = huggingface.load(source), huggingface.load(source, mesh)
-  alone, sharded = map(trees.to_flat, both)
-  for name, leaf in alone.items():
+  single, sharded = map(trees.to_flat, both)
+  for name, leaf in single.items():
     np.testing.assert_array_equal(sharded[name], leaf, err_msg=name)
   both = sharded["sublayers/moe/core/gate_and_up/value"]
   assert both.addressable_shards[0].data.size == both.size // 8
@@ -105,10 +105,10 @@ def test_parts_that_are_no_whole_groups(tmp_path):
     tmp_path, lambda a: a.update(w_packed=codes, w_scale=scales)
   )
   tensors = tensor_files.open_folder(tmp_path)
-  whole = k3_reference.decoded(codes, scales)
+  expected = k3_reference.decoded(codes, scales)
   for columns in (slice(0, 96), slice(30, 35), slice(33, 64), slice(95, 96)):
-    found = mxfp4.read(tensors, "w", slice(1, 4), columns)
-    np.testing.assert_array_equal(found, whole[1:4, columns])
+    actual = mxfp4.read(tensors, "w", slice(1, 4), columns)
+    np.testing.assert_array_equal(actual, expected[1:4, columns])
 
 
 def _changed(folder, tmp_path, change):

@@ -64,14 +64,14 @@ def _network(case):
   config._attn_implementation = "eager"
   torch.manual_seed(0)
   network = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
-  for name, one in network.state_dict().items():
-    small = one.ndim < 2 or name.endswith("A_log")
+  for name, weight in network.state_dict().items():
+    small = weight.ndim < 2 or name.endswith("A_log")
     spread = 0.3 if small else 0.08
-    start = torch.ones_like(one) if small else torch.zeros_like(one)
+    start = torch.ones_like(weight) if small else torch.zeros_like(weight)
     if name.endswith("e_score_correction_bias"):
-      spread, start = 0.1, torch.zeros_like(one)
+      spread, start = 0.1, torch.zeros_like(weight)
     # In place. Some are not initialised at all.
-    one.copy_(start + spread * torch.randn_like(one))
+    weight.copy_(start + spread * torch.randn_like(weight))
   return network
 
 
@@ -124,8 +124,8 @@ class TestFamily:
     _save(network, tmp_path / "weights")
     # Files of gradients, so that they have the same names and layouts.
     gradients = copy.deepcopy(network)
-    for one, parameter in zip(gradients.parameters(), network.parameters()):
-      one.data.copy_(parameter.grad)
+    for g, parameter in zip(gradients.parameters(), network.parameters()):
+      g.data.copy_(parameter.grad)
     _save(gradients, tmp_path / "gradients")
     theirs = trees.to_flat(
       huggingface.load(huggingface.read(tmp_path / "gradients"))

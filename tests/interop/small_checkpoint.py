@@ -101,8 +101,8 @@ def logits_and_gradient(model, tokens):
 
 def tensors(folder):
   """All arrays of a folder, by name."""
-  found = tensor_files.open_folder(folder)
-  return {name: tensor.read() for name, tensor in found.items()}
+  opened = tensor_files.open_folder(folder)
+  return {name: tensor.read() for name, tensor in opened.items()}
 
 
 def change_tensors(folder, change):

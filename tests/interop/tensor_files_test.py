@@ -34,14 +34,14 @@ def _single(folder, content=None):
 
 def test_parts_of_tensors(tmp_path):
   _single(tmp_path)
-  found = tensor_files.open_folder(tmp_path)
-  assert {n: (t.dtype, t.shape) for n, t in found.items()} == {
+  opened = tensor_files.open_folder(tmp_path)
+  assert {n: (t.dtype, t.shape) for n, t in opened.items()} == {
     "matrix": ("F32", (7, 6)), "vector": ("BF16", (5,)),
   }  # fmt: skip
   for rows, columns in ((slice(0, 7), slice(0, 6)), (slice(2, 5), slice(1, 3))):
-    part = found["matrix"].read(rows, columns)
+    part = opened["matrix"].read(rows, columns)
     np.testing.assert_array_equal(part, MATRIX[rows, columns])
-  part = found["vector"].read(slice(1, 4))
+  part = opened["vector"].read(slice(1, 4))
   assert part.dtype == VECTOR.dtype
   np.testing.assert_array_equal(part, VECTOR[1:4])
 
@@ -107,10 +107,10 @@ def test_what_is_written_is_read(tmp_path, shard_bytes):
   _written(tmp_path, shard_bytes)
   written = list(tmp_path.glob("*.safetensors"))
   assert len(written) == {10**6: 1, 180: 2, 1: 3}[shard_bytes]
-  found = tensor_files.open_folder(tmp_path)
-  assert found.keys() == {"vector", "matrix", "half"}
+  opened = tensor_files.open_folder(tmp_path)
+  assert opened.keys() == {"vector", "matrix", "half"}
   for name, array in ("matrix", MATRIX), ("half", MATRIX.astype(np.float16)):
-    read = found[name].read(slice(0, 7), slice(0, 6))
+    read = opened[name].read(slice(0, 7), slice(0, 6))
     np.testing.assert_array_equal(read, array)
 
 

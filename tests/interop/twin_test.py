@@ -82,10 +82,10 @@ def test_comes_back_bit_by_bit(case, tmp_path):
   assert source.family == "attnres" and config_table.network(source.config) == (
     config_table.network(model.config)
   )
-  found, wanted = map(trees.to_flat, (huggingface.load(source), model))
-  assert found.keys() == wanted.keys()
-  for name, leaf in wanted.items():
-    np.testing.assert_array_equal(found[name], leaf, err_msg=name)
+  loaded, written = map(trees.to_flat, (huggingface.load(source), model))
+  assert loaded.keys() == written.keys()
+  for name, leaf in written.items():
+    np.testing.assert_array_equal(loaded[name], leaf, err_msg=name)
 
 
 # Its new name is `cache`, which older versions do not know.
@@ -129,20 +129,20 @@ def test_logits_gradients_and_text(case, tmp_path, monkeypatch):
   for name, tensor in tensors.items():
     if name.endswith("e_score_correction_bias"):
       continue  # Ours is the load.
-    wanted = tensor.read()
-    found = theirs[name].grad
-    found = np.zeros(wanted.shape) if found is None else found.numpy()
-    size = np.abs(wanted).max() + 1e-3
-    np.testing.assert_allclose(found, wanted, atol=2e-4 * size, err_msg=name)
+    expected = tensor.read()
+    actual = theirs[name].grad
+    actual = np.zeros(expected.shape) if actual is None else actual.numpy()
+    size = np.abs(expected).max() + 1e-3
+    np.testing.assert_allclose(actual, expected, atol=2e-4 * size, err_msg=name)
 
   # Greedy, with the cache; each token is the argmax of the whole prefix.
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     text = twin.generate(ids, max_new_tokens=5, do_sample=False).numpy()
   assert text.shape == (2, LENGTH + 5)
-  whole = model(jax.numpy.asarray(text[:, :-1], "int32"))
+  text_logits = model(jax.numpy.asarray(text[:, :-1], "int32"))
   np.testing.assert_array_equal(
-    np.argmax(whole, axis=-1)[:, LENGTH - 1 :], text[:, LENGTH:]
+    np.argmax(text_logits, axis=-1)[:, LENGTH - 1 :], text[:, LENGTH:]
   )
 
   _check_padding(twin, ids)
@@ -159,12 +159,12 @@ def _check_caches(twin, ids):
 
   def cache(tokens):
     with torch.no_grad():
-      found = twin(tokens, use_cache=True)
-    return found.cache if "cache" in found else found.past_key_values
+      output = twin(tokens, use_cache=True)
+    return output.cache if "cache" in output else output.past_key_values
 
   def check(given, **more):
-    found = twin.generate(ids, past_key_values=given, **options, **more)
-    torch.testing.assert_close(found, text)
+    drawn = twin.generate(ids, past_key_values=given, **options, **more)
+    torch.testing.assert_close(drawn, text)
 
   for length in 1, LENGTH - 1:
     begun = cache(ids[:, :length])
@@ -203,11 +203,11 @@ def _check_padding(twin, ids):
       at = slice(-length, None) if side == "left" else slice(length)
       mask[row, at], padded[row, at] = 1, ids[row, :length]
     with torch.no_grad():
-      found = twin(padded, attention_mask=mask).logits
+      logits = twin(padded, attention_mask=mask).logits
       for row, length in enumerate(lengths):
-        alone = twin(ids[row : row + 1, :length]).logits[0]
+        expected = twin(ids[row : row + 1, :length]).logits[0]
         torch.testing.assert_close(
-          found[row][mask[row] == 1], alone, atol=1e-4, rtol=0
+          logits[row][mask[row] == 1], expected, atol=1e-4, rtol=0
         )
     options = dict(max_new_tokens=4, do_sample=False, pad_token_id=15)
     if side == "right":
@@ -220,8 +220,8 @@ def _check_padding(twin, ids):
       for row, length in enumerate(lengths):
         row_ids = ids[row : row + 1, :length]
         ones = torch.ones_like(row_ids)
-        alone = twin.generate(row_ids, attention_mask=ones, **options)
-        new = alone[0, length:].tolist()
+        expected = twin.generate(row_ids, attention_mask=ones, **options)
+        new = expected[0, length:].tolist()
         assert text[row, LENGTH : LENGTH + len(new)].tolist() == new
   with torch.no_grad():
     right = torch.arange(LENGTH)[None].expand(2, -1)

@@ -73,10 +73,10 @@ def test_it_is_the_same_function_and_learns(case, plain, expected):
   model = upcycle.upcycle(plain, SCHEMES[case])
   assert model.config.residual.name == SCHEMES[case].name
   logits_BTV, gradients = expected
-  found, gradient = _both(model)
-  np.testing.assert_allclose(found, logits_BTV, rtol=0, atol=1e-5)
+  actual, gradient = _both(model)
+  np.testing.assert_allclose(actual, logits_BTV, rtol=0, atol=1e-5)
   if case == "delta":
-    np.testing.assert_array_equal(found, logits_BTV)
+    np.testing.assert_array_equal(actual, logits_BTV)
   new = {}
   for name, leaf in trees.to_flat(gradient).items():
     if name.startswith("residual/"):
@@ -126,8 +126,8 @@ def test_decoding(plain, scan_layers):
     hidden = jnp.concatenate([first.hidden_BTD, second.hidden_BTD], axis=1)
     return hidden, model.hidden(TOKENS)
 
-  found, whole = both(model)
-  np.testing.assert_allclose(found, whole, rtol=0, atol=2e-5)
+  steps, at_once = both(model)
+  np.testing.assert_allclose(steps, at_once, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -215,5 +215,5 @@ def test_texts_of_a_run_of_ours_open_and_end_as_before(plain, tmp_path):
   argv = [f"--workdir={tmp_path / 'a'}", f"--out={tmp_path / 'b'}", *SCHEME]
   assert upcycle.main(argv) == 0
   for name in "a", "b":
-    found = text_format_lib.of_data(config.data, tmp_path / name)
-    assert found.open_ids == found.end_ids == (256,)
+    text_format = text_format_lib.of_data(config.data, tmp_path / name)
+    assert text_format.open_ids == text_format.end_ids == (256,)

@@ -287,18 +287,18 @@ class _ListeningTransport(transport_lib.Transport):
     return arrived
 
 
-def _fields(one: Any) -> dict[str, Any]:
+def _fields(item: Any) -> dict[str, Any]:
   return {
-    field.name: getattr(one, field.name) for field in dataclasses.fields(one)
+    field.name: getattr(item, field.name) for field in dataclasses.fields(item)
   }
 
 
 def _note(layout, report, backward, tick, rank, blocks, partial):
   """Stores one message, to be read later without delaying the devices."""
-  kept = [np.array(x) for x in blocks]
+  copies = [np.array(x) for x in blocks]
   rest = None if partial is None else np.array(partial)
   tick, rank = int(tick), int(rank)
-  report(lambda: _read(layout, backward, tick, rank, kept, rest))
+  report(lambda: _read(layout, backward, tick, rank, copies, rest))
 
 
 def _read(layout, backward, tick, rank, blocks, partial):
@@ -309,8 +309,8 @@ def _read(layout, backward, tick, rank, blocks, partial):
       raise RuntimeError(f"rank {rank}, tick {tick}: {x_BTD} names nothing")
     return divmod(int(abs(x_BTD.flat[0])) - 1, unit)
 
-  found = [label(x, layout.num_blocks + 1) for x in blocks if x.any()]
+  labels = [label(x, layout.num_blocks + 1) for x in blocks if x.any()]
   rest = None
   if partial is not None and partial.any():
     rest = label(partial, layout.num_chunks)
-  return Arrival(backward, tick, rank, tuple(found), rest)
+  return Arrival(backward, tick, rank, tuple(labels), rest)

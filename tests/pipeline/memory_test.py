@@ -99,21 +99,21 @@ def test_pool_of_gradients_sums_every_read(layout, microbatches):
     if unit is None:
       continue
     chunk, m = unit
-    slots, own = pool.slots[chunk, m], sums[rank]
+    slots, rank_sums = pool.slots[chunk, m], sums[rank]
     for block, value in messages.pop((chunk + 1, m), {}).items():
-      own[slots[block]] += value
+      rank_sums[slots[block]] += value
     for block in range(layout.complete(chunk)):
-      own[slots[block]] += 1
+      rank_sums[slots[block]] += 1
     for block in layout.produced(chunk):
       readers = layout.num_chunks - 1 - chunk + (block == 0)
       if readers:
-        assert own[slots[block]] == readers
-        own[slots[block]] = 0
+        assert rank_sums[slots[block]] == readers
+        rank_sums[slots[block]] = 0
       done += 1
     window = layout.window(chunk, "minimum")
-    messages[chunk, m] = {block: own[slots[block]] for block in window}
+    messages[chunk, m] = {block: rank_sums[slots[block]] for block in window}
     for block in window:
-      own[slots[block]] = 0
+      rank_sums[slots[block]] = 0
   assert not sums.any()
   if layout.block_size:
     assert done == microbatches * (layout.num_blocks + 1)

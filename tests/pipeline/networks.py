@@ -103,7 +103,7 @@ def on_one_device(config):
   return lambda *arguments: apply(*arguments)[::-1]
 
 
-def alone(config):
+def unstaged(config):
   """The result of one device."""
   plain = config_lib.MeshConfig(data=1), config_lib.PipelineConfig()
   return dataclasses.replace(config, mesh=plain[0], pipeline=plain[1])
@@ -124,11 +124,11 @@ def call(compiled, arguments):
   return compiled(*jax.device_put(arguments, compiled.input_shardings[0]))
 
 
-def assert_equal(found, expected, rounding):
-  for a, b in zip(found[0], expected[0]):
+def assert_equal(actual, expected, rounding):
+  for a, b in zip(actual[0], expected[0]):
     np.testing.assert_allclose(a, b, rtol=rounding)
   names = jax.tree_util.tree_leaves_with_path(expected[1])
-  for (path, b), a in zip(names, jax.tree.leaves(found[1]), strict=True):
+  for (path, b), a in zip(names, jax.tree.leaves(actual[1]), strict=True):
     assert a.dtype == b.dtype
     # A sum of many terms, whose order differs.
     scale = np.max(np.abs(b))
@@ -141,7 +141,7 @@ def assert_as_on_one_device(config):
   """In float64, where rounding cannot hide a mistake."""
   with in_float64(config) as config:
     compiled, arguments = compile_step(config)
-    expected = on_one_device(alone(config))(*arguments)
+    expected = on_one_device(unstaged(config))(*arguments)
     assert all(a.dtype == jnp.float64 for a in jax.tree.leaves(expected))
     assert_equal(call(compiled, arguments), expected, 1e-12)
   return compiled

@@ -72,18 +72,18 @@ def test_weights_travel_in_the_dtype_of_their_products(make, schedule, gather):
 
 def _dtypes_of_cut_weights(equations):
   """In which their parts go from device to device, by collective."""
-  found = {"all_gather": set(), "reduce_scatter": set()}
+  dtypes = {"all_gather": set(), "reduce_scatter": set()}
   for equation in equations:
     name = equation.primitive.name
     # [chunks, rows, ...] once they are at their ranks; all others are matrices.
     # Of routers alone, 8 experts wide, there is a product in float32.
     if (
-      name in found
+      name in dtypes
       and equation.invars[0].aval.ndim > 2
       and equation.invars[0].aval.shape[-2:] != (8, 8)
     ):
-      found[name].add(equation.invars[0].aval.dtype.name)
-  return found
+      dtypes[name].add(equation.invars[0].aval.dtype.name)
+  return dtypes
 
 
 def test_memory_does_not_grow_with_microbatches():
@@ -116,16 +116,16 @@ def test_a_tpu_program():
   pairs = [ends.count("{") for ends in re.findall(permute, text)]
   assert sum(pairs) == 2 * config.mesh.data * per_tick
   program = hlo.Program(text)
-  in_loop = [one for one in program.collectives() if one.in_loop]
+  in_loop = [op for op in program.collectives() if op.in_loop]
   ticks, microbatches = plan.schedule.num_ticks, plan.microbatches
-  messages = [one for one in in_loop if one.count == ticks]
+  messages = [op for op in in_loop if op.count == ticks]
   assert len(messages) == len(pairs)
   # States to the ranks that share the head, and their gradients back.
-  heads = [one.count for one in in_loop if one.count != ticks]
+  heads = [op.count for op in in_loop if op.count != ticks]
   assert heads == [pytest.approx(microbatches)] * 2
-  for one in messages:
-    assert one.kind == "collective-permute" and one.overlapped
-    assert {array.dims for array in one.arrays} == {(1, 256, 256)}
+  for op in messages:
+    assert op.kind == "collective-permute" and op.overlapped
+    assert {array.dims for array in op.arrays} == {(1, 256, 256)}
   slots = [plan.stage.blocks.size, plan.stage.gradients.size]
   for count, instruction, _ in program.instructions():
     if count > 1 and instruction.op in ("copy", "copy-start"):

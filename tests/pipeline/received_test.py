@@ -44,9 +44,9 @@ def test_devices_receive_and_links_carry_what_is_planned(shape, rule):
   microbatches = ranks if stages > 2 else 2 * ranks
   arrivals, text = labels.receive(layout, rule, microbatches)
   expected = [
-    (one.receiver, tuple(one.blocks), one.partial)
-    for one in layout.transitions(rule)
-    if one.blocks or one.partial
+    (t.receiver, tuple(t.blocks), t.partial)
+    for t in layout.transitions(rule)
+    if t.blocks or t.partial
   ]
   paths = {index: [] for index in range(microbatches)}
   returned = returned_partials = 0

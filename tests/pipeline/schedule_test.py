@@ -45,8 +45,8 @@ def test_units_follow_their_inputs_and_share_no_slot():
     assert np.all(backward[-1] >= forward[-1])
     for rank in range(shape[0]):
       for ticks in (forward, backward):
-        own = ticks[rank :: shape[0]].ravel()
-        assert len(set(own.tolist())) == own.size
+        rank_ticks = ticks[rank :: shape[0]].ravel()
+        assert len(set(rank_ticks.tolist())) == rank_ticks.size
     assert forward.min() == 0
 
 

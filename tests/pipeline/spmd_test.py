@@ -41,25 +41,25 @@ def _assert_as_exact_as_one_device(config, draws=5):
   """In float32, against the gradient of one device in float64."""
   compiled, _ = networks.compile_step(config)
   inputs = [networks.draw(config, seed) for seed in range(draws)]
-  found = [jax.device_get(networks.call(compiled, one)) for one in inputs]
-  apply = networks.on_one_device(networks.alone(config))
-  plain = [jax.device_get(apply(*one)) for one in inputs]
+  actual = [jax.device_get(networks.call(compiled, x)) for x in inputs]
+  apply = networks.on_one_device(networks.unstaged(config))
+  plain = [jax.device_get(apply(*x)) for x in inputs]
   with networks.in_float64(config) as wide:
-    apply = networks.on_one_device(networks.alone(wide))
+    apply = networks.on_one_device(networks.unstaged(wide))
     inputs = [networks.draw(wide, seed) for seed in range(draws)]
-    exact = [jax.device_get(apply(*one)) for one in inputs]
-  for (loss, _), (expected, _) in zip(found, exact, strict=True):
+    exact = [jax.device_get(apply(*x)) for x in inputs]
+  for (loss, _), (expected, _) in zip(actual, exact, strict=True):
     np.testing.assert_allclose(loss.total, expected.total, rtol=1e-6)
-  ours, theirs = (_errors(several, exact) for several in (found, plain))
+  ours, theirs = (_errors(several, exact) for several in (actual, plain))
   for path, error in ours.items():
     # 1e-7 of the largest is what float32 can tell apart.
     assert error <= 2 * theirs[path] + 1e-7, path
 
 
-def _errors(found, exact):
+def _errors(actual, exact):
   """RMS error of each parameter's gradient over its largest, in the median."""
   errors = collections.defaultdict(list)
-  for (_, ours), (_, theirs) in zip(found, exact, strict=True):
+  for (_, ours), (_, theirs) in zip(actual, exact, strict=True):
     named = jax.tree_util.tree_leaves_with_path(theirs)
     for (path, b), a in zip(named, jax.tree.leaves(ours), strict=True):
       errors[jax.tree_util.keystr(path)].append(_rms(a - b) / np.max(np.abs(b)))
@@ -112,7 +112,7 @@ def test_autodiff_of_the_forward_loop_and_evaluation():
   shape, by_autodiff = (2, 1, 2, 2, 1), dict(schedule="gpipe")
   config = networks.config(shape, scheme="prenorm", pipeline=by_autodiff)
   compiled, arguments = networks.compile_step(config)
-  expected = networks.on_one_device(networks.alone(config))(*arguments)
+  expected = networks.on_one_device(networks.unstaged(config))(*arguments)
   networks.assert_equal(networks.call(compiled, arguments), expected, 1e-6)
   compiled, _ = networks.compile_step(config, "loss_sums")
   for a, b in zip(networks.call(compiled, arguments), expected[0]):
@@ -132,13 +132,13 @@ def test_weights_that_are_cut_over_devices_of_a_rank(gather):
 @pytest.mark.slow
 def test_weights_that_travel_in_bfloat16_lose_nothing():
   """Whoever casts them, a product sees the same numbers."""
-  found = []
+  results = []
   for mesh in (dict(fsdp=2, expert=2), dict(data=4)):
     compiled, arguments = networks.compile_step(
       networks.of_all_kinds(mesh, dtype="bfloat16")
     )
-    found.append(jax.device_get(networks.call(compiled, arguments)))
-  networks.assert_equal(*found, 1e-6)
+    results.append(jax.device_get(networks.call(compiled, arguments)))
+  networks.assert_equal(*results, 1e-6)
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_a_step_and_its_checkpoint(tmp_path):
   pipelined = dataclasses.replace(
     pipelined, optim=config_lib.OptimConfig(warmup_steps=1, eps=1e-2)
   )
-  plain = networks.alone(pipelined)
+  plain = networks.unstaged(pipelined)
   rows = pipelined.data.batch_size
   rng = np.random.default_rng(1)
   tokens = rng.integers(
@@ -247,10 +247,10 @@ def test_a_step_and_its_checkpoint(tmp_path):
       tmp_path / name, config_lib.CheckpointConfig()
     ) as saver:
       saver.save(1, state, {"data": None})
-    found = checkpoint.restore_latest(tmp_path / name, program.abstract_state)
-    for a, b in zip(jax.tree.leaves(found.state), jax.tree.leaves(state)):
+    saved = checkpoint.restore_latest(tmp_path / name, program.abstract_state)
+    for a, b in zip(jax.tree.leaves(saved.state), jax.tree.leaves(state)):
       np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
-    return found.state
+    return saved.state
 
   first = programs[0].init_state()
   states = [first, moved(first, programs[1], "to_pipeline")]

@@ -40,9 +40,9 @@ def test_least_squares_is_the_normal_equations():
 
 def test_units_of_compute_change_the_coefficient_only():
   law = fit.PowerLaw(0.7, 0.11)
-  found = fit_power_law(COMPUTE * 1e21, law(COMPUTE))
-  assert found.exponent == pytest.approx(law.exponent, rel=1e-4)
-  assert found(COMPUTE[2] * 1e21) == pytest.approx(law(COMPUTE[2]))
+  refit = fit_power_law(COMPUTE * 1e21, law(COMPUTE))
+  assert refit.exponent == pytest.approx(law.exponent, rel=1e-4)
+  assert refit(COMPUTE[2] * 1e21) == pytest.approx(law(COMPUTE[2]))
 
 
 def test_invert():
@@ -82,18 +82,18 @@ def hits(counts, rng, *, off_law, noise):
     for name, law in laws.items()
   }  # fmt: skip
   fits, last = fit.fit_schemes(runs, rng, num_samples=100), compute[-1]
-  found = (
+  estimates = (
     fits["base"].exponent(),
     fits["other"].loss(last),
     compute_advantage(fits["base"], fits["other"], last),
   )
-  if found[0].low is None:
-    assert all(one.low is one.high is None for one in found)
+  if estimates[0].low is None:
+    assert all(e.low is e.high is None for e in estimates)
     return None
   truth = (
     0.1, laws["other"](last), compute_advantage(*laws.values(), last).value
   )  # fmt: skip
-  return [one.low <= true <= one.high for one, true in zip(found, truth)]
+  return [e.low <= true <= e.high for e, true in zip(estimates, truth)]
 
 
 @pytest.mark.parametrize(
@@ -173,12 +173,12 @@ def test_no_run_of_the_scaling_sweep_has_diverged():
   schemes = rows_lib.by_scheme(rows, "6nd")
   assert len(schemes) == 4
   assert not any(map(fit.failed, schemes.values()))
-  own = schemes["block_attnres"]
-  worst = int(np.argmax(own.loss))
-  assert own.size[worst] == ("size=s",) and own.seed[worst] == 1
-  loss = own.loss.copy()
+  block = schemes["block_attnres"]
+  worst = int(np.argmax(block.loss))
+  assert block.size[worst] == ("size=s",) and block.seed[worst] == 1
+  loss = block.loss.copy()
   loss[worst] = 5.5  # That of a network that has learned nothing.
-  runs = fit.Runs(own.compute, loss, own.size, own.seed)
+  runs = fit.Runs(block.compute, loss, block.size, block.seed)
   assert fit.failed(runs) == [worst]
 
 
@@ -195,12 +195,12 @@ def test_schemes_share_their_draws():
   advantage = compute_advantage(together["base"], together["other"], 1e-4)
   truth = compute_advantage(base, other, 1e-4).value
   assert advantage.low <= truth <= advantage.high
-  alone = [
+  single = [
     fit.fit_schemes({name: runs[name]}, np.random.default_rng(6 + i),
                     num_samples=200)[name]
     for i, name in enumerate(runs)
   ]  # fmt: skip
-  apart = compute_advantage(*alone, 1e-4)
+  apart = compute_advantage(*single, 1e-4)
   width = advantage.high - advantage.low
   assert 0 < width < 0.2 * (apart.high - apart.low)
 
@@ -216,11 +216,11 @@ def test_draws_come_from_the_generator():
 
 def test_a_failed_run_is_left_out():
   law = fit.PowerLaw(1.5, 0.06)
-  whole = planted(law, np.random.default_rng(10))
-  part = fit.Runs(whole.compute[1:], whole.loss[1:], whole.size[1:],
-                  whole.seed[1:])  # fmt: skip
+  all_runs = planted(law, np.random.default_rng(10))
+  part = fit.Runs(all_runs.compute[1:], all_runs.loss[1:], all_runs.size[1:],
+                  all_runs.seed[1:])  # fmt: skip
   fits = fit.fit_schemes(
-    {"whole": whole, "part": part}, np.random.default_rng(11), num_samples=20
+    {"whole": all_runs, "part": part}, np.random.default_rng(11), num_samples=20
   )
   assert len(fits["whole"].samples) == len(fits["part"].samples) == 20
   assert fits["part"].law != fits["whole"].law
@@ -239,8 +239,8 @@ def test_two_runs_have_no_interval(more):
   }
   fits = fit.fit_schemes(runs, np.random.default_rng(12), num_samples=20)
   advantage = compute_advantage(fits["a"], fits["b"], 10)
-  for found in (*(one.exponent() for one in fits.values()), advantage):
-    assert found == (found.value, None, None)
+  for estimate in (*(fitted.exponent() for fitted in fits.values()), advantage):
+    assert estimate == (estimate.value, None, None)
 
 
 @pytest.mark.usefixtures("any_arguments")

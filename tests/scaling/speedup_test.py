@@ -23,7 +23,7 @@ def runs(loss, compute, sizes, seeds):
 
 
 def planted(
-  rng, speedup, *, own=0.0, common=0.0, off_law=0.0, varies=0.0, work=1.0,
+  rng, speedup, *, noise=0.0, common=0.0, off_law=0.0, varies=0.0, work=1.0,
   pairs=slice(None), seeds=3,
 ):  # fmt: skip
   """A baseline and another scheme.
@@ -31,7 +31,7 @@ def planted(
   Args:
     rng: source of the errors, which are relative.
     speedup: of the scheme.
-    own: error of a run.
+    noise: error of a run.
     common: error that a pair shares.
     off_law: of a size, shared by its pairs.
     varies: of the speed-up's logarithm between sizes.
@@ -43,7 +43,7 @@ def planted(
   shared = (
     rng.normal(0, common, shape) + rng.normal(0, off_law, shape[:1])[:, None]
   )
-  errors = rng.normal(0, own, (2, *shape))
+  errors = rng.normal(0, noise, (2, *shape))
   faster = np.exp(np.log(speedup) + rng.normal(0, varies, shape[:1]))[:, None]
   sizes, seed = np.arange(len(COMPUTE)), np.arange(seeds)
   base = LAW(COMPUTE[:, None]) * np.exp(shared + errors[0])
@@ -65,42 +65,42 @@ def test_exact_losses_give_the_speedup_back(work):
 def test_what_a_pair_shares_cancels():
   """The error of a size moves the law, and so the speed-up a little."""
   rng = np.random.default_rng(0)
-  found = effective_speedup(*planted(rng, 1.25, common=0.02))
-  alone = effective_speedup(*planted(rng, 1.25, own=0.02))
-  assert found.high - found.low < 0.2 * (alone.high - alone.low)
+  paired = effective_speedup(*planted(rng, 1.25, common=0.02))
+  unpaired = effective_speedup(*planted(rng, 1.25, noise=0.02))
+  assert paired.high - paired.low < 0.2 * (unpaired.high - unpaired.low)
 
 
 @tiers.parametrize(
   "errors",
   [
-    dict(own=0.004, common=0.02),
-    dict(own=0.001, off_law=0.02),
-    dict(own=0.001, varies=0.1),
-    dict(own=0.004, common=0.02, pairs=slice(4, 5), seeds=5),
+    dict(noise=0.004, common=0.02),
+    dict(noise=0.001, off_law=0.02),
+    dict(noise=0.001, varies=0.1),
+    dict(noise=0.004, common=0.02, pairs=slice(4, 5), seeds=5),
   ],
   ids=["seeds", "off the law", "varying speed-up", "one size"],
 )
 def test_coverage(errors):
   """90 % intervals contain the truth in 90 % of all draws."""
   rng = np.random.default_rng(0)
-  found = [effective_speedup(*planted(rng, 1.2, **errors)) for _ in range(300)]
-  share = np.mean([one.low <= 1.2 <= one.high for one in found])
+  draws = [effective_speedup(*planted(rng, 1.2, **errors)) for _ in range(300)]
+  share = np.mean([e.low <= 1.2 <= e.high for e in draws])
   # Two and a half standard errors of a share of 300 draws are 0.043.
   assert 0.857 <= share <= 0.943
-  assert np.median([one.value for one in found]) == pytest.approx(1.2, rel=0.03)
+  assert np.median([e.value for e in draws]) == pytest.approx(1.2, rel=0.03)
 
 
 def test_an_unknown_slope_gives_an_infinite_interval():
   rng = np.random.default_rng(0)
-  base, other = planted(rng, 1.2, own=0.001)
+  base, other = planted(rng, 1.2, noise=0.001)
   off_law = np.exp([[0.2], [-0.2], [0.2], [-0.2], [0.2]] * np.ones(3)).ravel()
-  found = effective_speedup(
+  speedup = effective_speedup(
     *(
       fit.Runs(r.compute, r.loss * off_law, r.size, r.seed)
       for r in (base, other)
     )
   )
-  assert 1 < found.low < 1.2 and found.high == float("inf")
+  assert 1 < speedup.low < 1.2 and speedup.high == float("inf")
 
 
 TWO_COMPUTES = runs(np.ones((2, 1)), [1, 2], [0, 1], [0])
@@ -117,13 +117,13 @@ RISING = runs(np.array([[1.0], [2], [3]]), [1, 2, 3], [0, 1, 2], [0])
   ],
 )
 def test_too_little_is_refused(base, other, message):
-  pair = planted(np.random.default_rng(0), 1.2, own=0.01)
+  pair = planted(np.random.default_rng(0), 1.2, noise=0.01)
   with pytest.raises(config_lib.ConfigError, match=message):
     effective_speedup(base or pair[0], other or pair[1])
 
 
 def test_levels_are_checked():
-  pair = planted(np.random.default_rng(0), 1.2, own=0.01)
+  pair = planted(np.random.default_rng(0), 1.2, noise=0.01)
   with pytest.raises(config_lib.ConfigError, match="level"):
     effective_speedup(*pair, level=1.5)
   narrow, wide = (
