@@ -130,8 +130,8 @@ def _gradients(config, wide=False, **changes):
 def _far(a, b):
   """The distance of gradients, as a part of their size."""
   pairs = zip(*map(jax.tree.leaves, (a, b)), strict=True)
-  found = [[np.float64(x).ravel() for x in pair] for pair in pairs]
-  a, b = (np.concatenate(x) for x in zip(*found))
+  flat = [[np.float64(x).ravel() for x in pair] for pair in pairs]
+  a, b = (np.concatenate(x) for x in zip(*flat))
   return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
@@ -168,11 +168,11 @@ def test_meshes(tokens):
     with sharding.ambient(mesh):
       results.append(jax.device_get(jax.jit(jax.value_and_grad(value))(*given)))
   assert _far(results[1], results[0]) < 1e-5
-  found, expected = (
+  on_mesh, expected = (
     result[1].residual.queries.query[...] for result in results
   )
   assert np.abs(expected).max() > 1e-6
-  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-7)
+  np.testing.assert_allclose(on_mesh, expected, rtol=1e-3, atol=1e-7)
 
 
 def test_sublayers_of_a_training_step_do_not_grow_with_depth():
@@ -213,10 +213,10 @@ def test_what_is_saved():
     )  # fmt: skip
 
   embedding = jax.ShapeDtypeStruct((1, 64, 32), jnp.float32)
-  found = jaxprs.saved(network, model.sublayers, model.residual, embedding)
+  saved = jaxprs.saved(network, model.sublayers, model.residual, embedding)
   # Without weights, which are reshaped for the scan.
-  found = [a.shape for a in found if a.shape[-3:] == embedding.shape]
-  vectors = sum(math.prod(shape) for shape in found) / embedding.size
+  saved = [a.shape for a in saved if a.shape[-3:] == embedding.shape]
+  vectors = sum(math.prod(shape) for shape in saved) / embedding.size
   # Of each block its sums but for the last one; blocks and embedding, as rows
   # and once more as arrays of the readout.
   assert vectors == 2 * 3 + 2 * 3

@@ -19,30 +19,30 @@ def sigmoid(x):
   return 1 / (1 + np.exp(-x))
 
 
-def assert_close(found, expected, tolerance=1e-5):
+def assert_close(actual, expected, tolerance=1e-5):
   """Equal, up to a fraction of the largest number."""
   scale = np.abs(expected).max()
-  np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale)
 
 
 def assert_documents_apart(module, x_BTD, segments_T, definition):
   """Packed documents give what `definition` gives for each of them."""
   batch = len(x_BTD)
-  found = apply(module, x_BTD, jnp.tile(segments_T, (batch, 1)))
+  packed = apply(module, x_BTD, jnp.tile(segments_T, (batch, 1)))
   for segment in np.unique(segments_T):
     inside = segments_T == segment
     for b in range(batch):
-      alone = definition(module, x_BTD[b, inside])
-      assert_close(found[b, inside], alone)
-  assert np.abs(found - apply(module, x_BTD)).max() > 1e-3
+      expected = definition(module, x_BTD[b, inside])
+      assert_close(packed[b, inside], expected)
+  assert np.abs(packed - apply(module, x_BTD)).max() > 1e-3
 
 
 def assert_rounds_activations_only(module, x_BTD, expected, tolerance):
   """In bfloat16; weights and their gradients stay float32."""
   assert x_BTD.dtype == jnp.bfloat16
-  found = apply(module, x_BTD)
-  assert found.dtype == jnp.bfloat16
-  assert_close(found.astype(jnp.float32), expected, tolerance)
+  narrow = apply(module, x_BTD)
+  assert narrow.dtype == jnp.bfloat16
+  assert_close(narrow.astype(jnp.float32), expected, tolerance)
 
   @jax.jit
   @jax.grad

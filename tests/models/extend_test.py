@@ -95,9 +95,9 @@ def _check(model, tokens_T, tolerance=2e-5, separate=False):
   size = np.abs(whole_TD).max()
   for found_BTD, (_, start_B, length_B) in zip(hidden, chunks):
     for found_TD, start, length in zip(found_BTD, start_B, length_B):
-      found = np.asarray(found_TD[:length], np.float32)
+      ours = np.asarray(found_TD[:length], np.float32)
       expected = whole_TD[start : start + length]
-      np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * size)
+      np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * size)
   np.testing.assert_array_equal(end_B, start_B + length_B)
 
 

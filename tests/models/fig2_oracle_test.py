@@ -49,11 +49,11 @@ def test_kimi_k3_has_these_sources():
   """The schedule of its released code, whose blocks have 12 layers of two."""
   model = config_lib.load_config("configs/kimi_k3_attnres.py").model
   scheme = residuals.abstract_residual(model)
-  found = [len(names) for names in scheme.source_labels()]
+  counts = [len(names) for names in scheme.source_labels()]
   # Attention reads before the boundary; the embedding is the first partial.
-  assert found[:186:2] == [1] + [-(-t // 12) + 1 for t in range(1, 93)]
-  assert found[1:186:2] == [t // 12 + 2 for t in range(93)]
-  assert found[186:] == [9]
+  assert counts[:186:2] == [1] + [-(-t // 12) + 1 for t in range(1, 93)]
+  assert counts[1:186:2] == [t // 12 + 2 for t in range(93)]
+  assert counts[186:] == [9]
   assert scheme.segments()[-1] == (168, 186)
   count = sum(leaf.size for leaf in jax.tree.leaves(scheme))
   assert count == 2 * 7168 * (2 * 93 + 1) == 2_680_832

@@ -54,12 +54,12 @@ def test_scans_and_checkpoints_change_nothing(name, remat):
     moe=dataclasses.replace(FIELDS["moe"], dense_layers=0),
   )
   expected = _value_and_grad(_model(name, scan_layers=False, **fields))
-  found = _value_and_grad(_model(name, remat=remat, **fields))
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+  actual = _value_and_grad(_model(name, remat=remat, **fields))
+  for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
     scale = 1e-3 + np.abs(b).max()
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * scale)
   # The load of the experts: every token, top_k times.
-  load_LE = found[1].sublayers["moe"].core.selection_bias[...]
+  load_LE = actual[1].sublayers["moe"].core.selection_bias[...]
   assert load_LE.shape == (3, 4)
   np.testing.assert_array_equal(jnp.sum(load_LE, axis=1), 2 * 6 * 2)
 

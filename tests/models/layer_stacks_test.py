@@ -48,8 +48,8 @@ def test_runs_cover_every_sequence():
 def test_the_48b_pattern_compiles_few_sublayers():
   kinds = tiny_network.full_size().sublayer_kinds
   assert len(kinds) == 54
-  whole = layer_stacks.find_runs(kinds)
-  assert [(len(run.kinds), run.repeats) for run in whole] == [
+  runs = layer_stacks.find_runs(kinds)
+  assert [(len(run.kinds), run.repeats) for run in runs] == [
     (1, 1), (1, 1), (8, 6), (1, 1), (1, 1), (1, 1), (1, 1),
   ]  # fmt: skip
   blocks = [layer_stacks.find_runs(kinds[i : i + 6]) for i in range(0, 54, 6)]

@@ -97,8 +97,8 @@ class TestReads:
     for l, names in enumerate(labels):
       expected = ["embedding"]
       for n, start in enumerate(range(0, l, size or 1)):
-        whole = start + size <= l or l == DEPTH
-        block = f"block {n + 1}" if whole else "partial"
+        complete = start + size <= l or l == DEPTH
+        block = f"block {n + 1}" if complete else "partial"
         expected.append(block if size else f"sublayer {start + 1}")
       assert names == tuple(expected)
 

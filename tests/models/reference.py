@@ -36,11 +36,9 @@ def logits(model, tokens, segments=None):
         values.append(y)
   h = rms_norm(_read(model, values), config.norm_eps)
   h = h * array(model.final_norm.gain)
-  found = h @ (
-    table.T if config.tie_embeddings else array(model.embedding.head)
-  )
+  raw = h @ (table.T if config.tie_embeddings else array(model.embedding.head))
   cap = config.logit_soft_cap
-  return cap * np.tanh(found / cap) if cap else found
+  return cap * np.tanh(raw / cap) if cap else raw
 
 
 def _read(model, values):

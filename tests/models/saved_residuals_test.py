@@ -34,8 +34,8 @@ def _saved(remat, dtype="float32", scan=True, **residual):
       remat=remat,
     )
 
-  kept = jaxprs.saved(network, model.sublayers, model.residual, embedding)
-  return kept, len(model.residual.segments())
+  saved = jaxprs.saved(network, model.sublayers, model.residual, embedding)
+  return saved, len(model.residual.segments())
 
 
 SCHEMES = [
@@ -64,10 +64,10 @@ def _limit(name, num_blocks, dtype="float32", **_):
 
 @tiers.parametrize("fields", SCHEMES, first=3)
 def test_full_keeps_one_vector_per_sublayer_and_block(fields):
-  kept, num_blocks = _saved("full", **fields)
+  saved, num_blocks = _saved("full", **fields)
   vectors, statistics = _limit(num_blocks=num_blocks, **fields)
-  large = [a for a in kept if a.size >= TOKENS * WIDTH]
-  small = [a for a in kept if a.size < TOKENS * WIDTH]
+  large = [a for a in saved if a.size >= TOKENS * WIDTH]
+  small = [a for a in saved if a.size < TOKENS * WIDTH]
   assert all(a.shape[-1] == WIDTH for a in large), large
   assert sum(map(jaxprs.nbytes, large)) <= vectors, large
   assert sum(map(jaxprs.nbytes, small)) <= statistics, small
@@ -87,8 +87,8 @@ def test_reads_of_depth_keep_no_float32_vectors(scan):
   Only a scan needs a partial sum in front of the first sublayer of a block.
   """
   fields = dict(name="block_attnres", block_size=4, dtype="bfloat16")
-  kept, num_blocks = _saved("none", scan=scan, scan_layers=scan, **fields)
-  vectors = [a for a in kept if a.shape[-2:] == (TOKENS, WIDTH)]
+  saved, num_blocks = _saved("none", scan=scan, scan_layers=scan, **fields)
+  vectors = [a for a in saved if a.shape[-2:] == (TOKENS, WIDTH)]
   assert all(a.dtype == jnp.bfloat16 for a in vectors), vectors
   # Of every read its mixture, its partial sum and its result; and the blocks.
   count = 3 * 2 * LAYERS + num_blocks
@@ -101,11 +101,11 @@ def test_reads_of_depth_keep_no_float32_vectors(scan):
 @pytest.mark.more
 def test_dots_also_keeps_products():
   fields = dict(name="block_attnres", block_size=4)
-  kept = {
+  saved = {
     remat: _saved(remat, **fields)[0] for remat in ("full", "dots", "none")
   }
-  size = {k: sum(map(jaxprs.nbytes, v)) for k, v in kept.items()}
+  size = {k: sum(map(jaxprs.nbytes, v)) for k, v in saved.items()}
   assert size["full"] < size["dots"] < size["none"]
-  assert any(a.shape[-1] == HIDDEN for a in kept["dots"])
+  assert any(a.shape[-1] == HIDDEN for a in saved["dots"])
   # Scores of T x T are no plain products and are recomputed.
-  assert not any(a.shape[-2:] == (TOKENS, TOKENS) for a in kept["dots"])
+  assert not any(a.shape[-2:] == (TOKENS, TOKENS) for a in saved["dots"])

@@ -52,7 +52,7 @@ def _tokens(rows=2, length=9, seed=0):
 
 _logits = jax.jit(lambda model, *args: model(*args))
 _trace = jax.jit(lambda model, tokens: model.trace(tokens))
-_alone = jax.jit(lambda part, h: part.core(part.norm(h), None))
+_core = jax.jit(lambda part, h: part.core(part.norm(h), None))
 
 
 @tiers.parametrize(
@@ -72,20 +72,20 @@ def test_logits_are_those_of_the_definition(name, documents, fields):
   if documents:
     rows = [[1] * 4 + [2] * 5, [3, 3, 3, 7, 7, 7, 7, 0, 0]]
     segments = [np.array(rows, np.int32)]
-  found = _logits(model, tokens, *segments)
-  assert found.dtype == jnp.float32
+  logits = _logits(model, tokens, *segments)
+  assert logits.dtype == jnp.float32
   expected = reference.logits(model, tokens, *segments)
   assert expected.std() > 0.3
-  np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+  np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_bfloat16_computes_with_float32_weights(name):
   model, tokens = _model(name, dtype="bfloat16"), _tokens()
   exact = _logits(_model(name), tokens)
-  rounded = _logits(model, tokens)
-  assert rounded.dtype == jnp.float32
-  error = jnp.sqrt(jnp.mean((rounded - exact) ** 2)) / jnp.std(exact)
+  narrow = _logits(model, tokens)
+  assert narrow.dtype == jnp.float32
+  error = jnp.sqrt(jnp.mean((narrow - exact) ** 2)) / jnp.std(exact)
   assert 1e-4 < error < 0.05
 
 
@@ -123,7 +123,7 @@ def test_trace_is_what_the_network_did(name, kinds):
   for l, kind in enumerate(model.config.sublayer_kinds):
     index, seen[kind] = seen[kind], seen[kind] + 1
     part = jax.tree.map(lambda a, i=index: a[i], model.sublayers[kind])
-    output = _alone(part, trace.reads[l])
+    output = _core(part, trace.reads[l])
     np.testing.assert_allclose(trace.values[l + 1], output, rtol=0, atol=1e-4)
 
 

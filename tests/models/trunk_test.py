@@ -82,15 +82,15 @@ def test_state_is_valid_between_any_two_sublayers(name, fields):
 
   @jax.jit
   def one_by_one(module, values):
-    state, found = module.init(values[0]), []
+    state, reads = module.init(values[0]), []
     for l in range(5):
       carry, slots = module.open(state, l, l + 1)
       slot = jax.tree.map(lambda a: a[0], slots)
-      found.append(base.before_norm(module, carry, slot))
+      reads.append(base.before_norm(module, carry, slot))
       carry = module.write(carry, slot, values[l + 1])
       state = module.close(state, carry, l + 1)
       state = module.put_together(*module.take_apart(state))
-    return [*found, module.readout(state)]
+    return [*reads, module.readout(state)]
 
   expected = trunks.reads(module, values)
   compare.trees(one_by_one(module, values), expected, 1e-13)

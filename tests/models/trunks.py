@@ -173,14 +173,14 @@ def check(name, definition, num_sublayers=5, **fields):
   """
   module = scheme(name, num_sublayers, **fields)
   layers, embedding = toy(num_sublayers, pre_norm=module.pre_norm)
-  found = np.asarray(run(layers, module, embedding, scan=False))
+  actual = np.asarray(run(layers, module, embedding, scan=False))
   sublayers, start = functions(layers, num_sublayers), np.asarray(embedding)
   expected = definition(sublayers, parameters(module), start)
-  assert found.dtype == expected.dtype == np.float64
+  assert actual.dtype == expected.dtype == np.float64
   size = 1 + np.abs(expected).max()
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11 * size)
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-11 * size)
   plain = prenorm(sublayers, start)
-  assert np.abs(found - plain).max() > 1e-3, "is PreNorm"
+  assert np.abs(actual - plain).max() > 1e-3, "is PreNorm"
 
 
 def check_gradients(name, definition, num_sublayers, *, rtol=1e-9, **fields):
@@ -205,8 +205,8 @@ def check_gradients(name, definition, num_sublayers, *, rtol=1e-9, **fields):
     )
 
   arguments = [layers, module, embedding]
-  found = expected(*arguments)
-  np.testing.assert_allclose(value, found.real, rtol=1e-3 * rtol)
+  exact = expected(*arguments)
+  np.testing.assert_allclose(value, exact.real, rtol=1e-3 * rtol)
   rng = np.random.default_rng(3)
   ways = jax.tree.map(lambda a: rng.standard_normal(a.shape), arguments)
   along = jax.tree.map(lambda g, way: np.sum(g * way), [*gradients], ways)

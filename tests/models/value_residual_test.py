@@ -127,8 +127,8 @@ def test_the_first_mixer_is_apart_in_a_scan():
   ]
   # Others are tiles of attention.
   assert loops.count(3) == 1 and 4 not in loops
-  kept = jaxprs.saved(lambda m: m.hidden(TOKENS), _with(remat="full"))
-  assert sum(a.shape == (*TOKENS.shape, 2, 2) for a in kept) == 1
+  saved = jaxprs.saved(lambda m: m.hidden(TOKENS), _with(remat="full"))
+  assert sum(a.shape == (*TOKENS.shape, 2, 2) for a in saved) == 1
   (segment,) = trunk._plan(
     CONFIG.sublayer_kinds, _network().residual, 0, True, apart={0}
   )
@@ -147,25 +147,25 @@ def test_each_kind_has_its_first_values():
   trace = jax.jit(lambda m: m.trace(TOKENS))(network)
 
   @jax.jit
-  def halved(one, other, first_BTD, last_BTD):
-    _, _, values = one.core.project(one.norm(first_BTD))
+  def halved(base, other, first_BTD, last_BTD):
+    _, _, values = base.core.project(base.norm(first_BTD))
     x_BTD = other.norm(last_BTD)
-    query, key, own = other.core.project(x_BTD)
-    return other.core.finish(x_BTD, query, key, (values + own) / 2)
+    query, key, value = other.core.project(x_BTD)
+    return other.core.finish(x_BTD, query, key, (values + value) / 2)
 
   for kind, first, last in (("kda", 0, 4), ("mla", 2, 6)):
-    one, other = (
+    base, other = (
       jax.tree.map(lambda a, i=i: a[i], network.sublayers[kind]) for i in (0, 1)
     )
-    expected = halved(one, other, trace.reads[first], trace.reads[last])
+    expected = halved(base, other, trace.reads[first], trace.reads[last])
     np.testing.assert_allclose(trace.values[last + 1], expected, atol=1e-5)
 
 
 def test_cost_and_bfloat16():
   plain = dataclasses.replace(CONFIG, value_residual=False)
   assert flops.flops_per_token(CONFIG, 6) == flops.flops_per_token(plain, 6)
-  rounded = dataclasses.replace(CONFIG, dtype="bfloat16")
-  network = jax.eval_shape(lambda: models.build_model(rounded))
+  narrow = dataclasses.replace(CONFIG, dtype="bfloat16")
+  network = jax.eval_shape(lambda: models.build_model(narrow))
   h_BTD = jax.eval_shape(lambda m: m.hidden(TOKENS), network)
   assert h_BTD.dtype == jnp.bfloat16
 

@@ -47,16 +47,16 @@ def test_only_queries_and_gains_are_trained(name):
   gradient = _gradient(model)
   # As large as they like: they do not count in the clipped norm, either.
   gradient.embedding = jax.tree.map(lambda a: 1e6 * a, gradient.embedding)
-  found, state = _updates(model, gradient, name, freeze=OLD)
+  updates, state = _updates(model, gradient, name, freeze=OLD)
   others, _ = _updates(model, gradient, name)
-  for part in (found.embedding, found.sublayers, found.final_norm):
+  for part in (updates.embedding, updates.sublayers, updates.final_norm):
     for leaf in jax.tree.leaves(part):
       np.testing.assert_array_equal(leaf, 0.0)
-  alone = jax.tree.map(jnp.zeros_like, gradient)
-  alone.residual = gradient.residual
-  wanted, _ = _updates(model, alone, name)
+  of_scheme = jax.tree.map(jnp.zeros_like, gradient)
+  of_scheme.residual = gradient.residual
+  ours, _ = _updates(model, of_scheme, name)
   for a, b, c in zip(
-    *(jax.tree.leaves(tree.residual) for tree in (found, wanted, others))
+    *(jax.tree.leaves(tree.residual) for tree in (updates, ours, others))
   ):
     np.testing.assert_allclose(a, b, rtol=1e-6)
     assert np.abs(a - c).max() > 1e-4
@@ -70,8 +70,8 @@ def test_a_frozen_gradient_that_is_not_finite_does_nothing():
   model = _model()
   gradient = _gradient(model)
   gradient.embedding = jax.tree.map(lambda a: a * jnp.nan, gradient.embedding)
-  found, _ = _updates(model, gradient, freeze=OLD)
-  for leaf in jax.tree.leaves(found):
+  updates, _ = _updates(model, gradient, freeze=OLD)
+  for leaf in jax.tree.leaves(updates):
     assert np.isfinite(leaf).all()
 
 
@@ -79,13 +79,13 @@ def test_factors_multiply_and_the_first_counts():
   model = _model()
   gradient = _gradient(model)
   rates = ("query$=10", "^residual/=3", "table=0.5")
-  found, _ = _updates(model, gradient, rates=rates)
+  updates, _ = _updates(model, gradient, rates=rates)
   plain, _ = _updates(model, gradient)
   for factor, a, b in (
-    (10, found.residual.queries.query, plain.residual.queries.query),
-    (3, found.residual.queries.gain, plain.residual.queries.gain),
-    (0.5, found.embedding.table, plain.embedding.table),
-    (1, found.embedding.head, plain.embedding.head),
+    (10, updates.residual.queries.query, plain.residual.queries.query),
+    (3, updates.residual.queries.gain, plain.residual.queries.gain),
+    (0.5, updates.embedding.table, plain.embedding.table),
+    (1, updates.embedding.head, plain.embedding.head),
   ):
     np.testing.assert_allclose(a[...], factor * b[...], rtol=1e-6)
     assert np.abs(b[...]).max() > 0.1

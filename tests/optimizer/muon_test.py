@@ -42,8 +42,8 @@ class TestOrthogonalise:
     g = _gaussian(8, 32)
     expected = _orthogonalise(g)
     for factor in (2.0**-10, 2.0**40):
-      found = _orthogonalise(factor * g)
-      assert _rms(found - expected) < 0.04 * _rms(expected)
+      actual = _orthogonalise(factor * g)
+      assert _rms(actual - expected) < 0.04 * _rms(expected)
 
   def test_zero_stays_zero(self):
     np.testing.assert_array_equal(_orthogonalise(np.zeros((4, 8))), 0.0)
@@ -93,14 +93,14 @@ def test_steps_with_momentum_against_definition():
       buffers[name] = 0.9 * buffers[name] + g[name]
       nesterov = g[name] + 0.9 * buffers[name]
       assert updates[name].shape == SIZES[name]
-      for found, one in zip(
+      for taken, matrix in zip(
         _matrices(name, np.asarray(updates[name][...])),
         _matrices(name, nesterov),
       ):
-        expected = 0.2 * np.sqrt(max(one.shape)) * _definition(one)
-        assert _rms(found - expected) < 0.04 * _rms(expected)
+        expected = 0.2 * np.sqrt(max(matrix.shape)) * _definition(matrix)
+        assert _rms(taken - expected) < 0.04 * _rms(expected)
         # Long matrices of full rank: about 0.2, as AdamW's.
-        assert 0.17 < _rms(found) < 0.2
+        assert 0.17 < _rms(taken) < 0.2
 
 
 @pytest.mark.parametrize("axes,ndim", [("D|NH", 2), ("E|D|F", 2)])
@@ -122,7 +122,7 @@ def test_matrices_cut_over_devices():
   def first_update(g):
     return transform.update(g, transform.init(g))[0]["heads_in"][...]
 
-  whole = first_update(g)
-  found = first_update(jax.device_put(g, cut))
-  assert len(found.sharding.device_set) == 8
-  assert _rms(np.asarray(found) - np.asarray(whole)) < 0.04 * _rms(whole)
+  plain = first_update(g)
+  sharded = first_update(jax.device_put(g, cut))
+  assert len(sharded.sharding.device_set) == 8
+  assert _rms(np.asarray(sharded) - np.asarray(plain)) < 0.04 * _rms(plain)

@@ -69,10 +69,10 @@ def test_largest_logits(monkeypatch, tile, kv_heads, documents):
   segment_ids = rng.integers(1, 3, (3, 10)) if documents else None
   if documents:
     segment_ids = np.sort(segment_ids, axis=1).astype(np.int32)
-  found = jax.jit(probe.largest_logits)(query, key, segment_ids)
+  largest = jax.jit(probe.largest_logits)(query, key, segment_ids)
   expected = _peaks(query, key, segment_ids)
   assert expected.max() < 0
-  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  np.testing.assert_allclose(largest, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -93,12 +93,12 @@ class TestMixer:
     total = lambda core: jnp.sum(jnp.square(core(x_BTD)))
     plain = jax.jit(jax.grad(total))(core)
     core.probe = probe.LogitProbe(jnp.zeros(4), axes="N")
-    found = jax.jit(jax.grad(total))(core)
+    gradient = jax.jit(jax.grad(total))(core)
     expected = _peaks(*self._heads(core, x_BTD))
-    np.testing.assert_allclose(found.probe[...], expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient.probe[...], expected, rtol=1e-5)
     for weight in ("query", "output"):
       np.testing.assert_allclose(
-        getattr(found, weight)[...], getattr(plain, weight)[...], rtol=1e-6
+        getattr(gradient, weight)[...], getattr(plain, weight)[...], rtol=1e-6
       )
 
   def test_logits_follow_the_factors(self, name, x_BTD):
@@ -114,8 +114,8 @@ class TestMixer:
     )
     # The rest of the mixer is as it was.
     np.testing.assert_array_equal(core.output[...], scaled.output[...])
-    for one in (core, scaled):
-      one.values = one.project(x_BTD)[2]
+    for variant in (core, scaled):
+      variant.values = variant.project(x_BTD)[2]
     np.testing.assert_allclose(core.values, scaled.values, rtol=1e-6)
 
 
@@ -123,19 +123,19 @@ def test_mla_scales_each_part_by_its_own_power():
   core, scaled = _mixer("mla"), _mixer("mla")
   factor_N = np.array([1.0, 0.25, 0.5, 0.9], np.float32)
   scaled.scale_logits(jnp.asarray(factor_N))
-  root, own = np.sqrt(factor_N)[:, None], MLA.nope_width
+  root, cut = np.sqrt(factor_N)[:, None], MLA.nope_width
   ratio = np.divide(scaled.query[...], core.query[...])
   np.testing.assert_allclose(
-    ratio[..., :own], root[None] + 0 * ratio[..., :own]
+    ratio[..., :cut], root[None] + 0 * ratio[..., :cut]
   )
   np.testing.assert_allclose(
-    ratio[..., own:], factor_N[None, :, None] + 0 * ratio[..., own:], rtol=1e-6
+    ratio[..., cut:], factor_N[None, :, None] + 0 * ratio[..., cut:], rtol=1e-6
   )
   ratio = np.divide(scaled.expand[...], core.expand[...])
   np.testing.assert_allclose(
-    ratio[..., :own], root[None] + 0 * ratio[..., :own]
+    ratio[..., :cut], root[None] + 0 * ratio[..., :cut]
   )
-  np.testing.assert_array_equal(ratio[..., own:], 1)
+  np.testing.assert_array_equal(ratio[..., cut:], 1)
   np.testing.assert_array_equal(scaled.compress[...], core.compress[...])
 
 
@@ -174,8 +174,8 @@ def batch():
 @pytest.mark.more
 def test_a_step(batch):
   plain, plain_metrics = _step(_program(), batch)
-  whole = _program()
-  peaks = _peaks_of(whole, whole.init_state(), batch)
+  program = _program()
+  peaks = _peaks_of(program, program.init_state(), batch)
   assert {kind: a.shape for kind, a in peaks.items()} == {
     "attention": (1, 4), "mla": (1, 4)
   }  # fmt: skip
@@ -196,9 +196,9 @@ def test_a_step(batch):
     (peak_N,) = np.asarray(peaks[kind])
     factor_N = np.where(peak_N > tau, tau / peak_N, 1.0).astype(np.float32)
     core = expected.sublayers[kind].core
-    alone = jax.tree.map(lambda a: a[0], core)
-    alone.scale_logits(jnp.asarray(factor_N))
-    expected.sublayers[kind].core = jax.tree.map(lambda a: a[None], alone)
+    layer = jax.tree.map(lambda a: a[0], core)
+    layer.scale_logits(jnp.asarray(factor_N))
+    expected.sublayers[kind].core = jax.tree.map(lambda a: a[None], layer)
   changed = 0
   for a, b, old in zip(
     *(jax.tree.leaves(m) for m in (clipped.model, expected, plain.model)),
@@ -225,11 +225,13 @@ def test_frozen_weights_are_not_scaled(batch):
 
 @pytest.mark.slow
 def test_microbatches_and_devices_find_the_same_logits(batch):
-  _, one = _step(_program(clip=0.1), batch)
+  _, plain = _step(_program(clip=0.1), batch)
   _, two = _step(_program(clip=0.1, parts=2), batch)
   _, cut = _step(_program(clip=0.1, parts=2, devices=2), batch)
   for other in (two, cut):
-    np.testing.assert_allclose(other["max_logit"], one["max_logit"], rtol=1e-5)
+    np.testing.assert_allclose(
+      other["max_logit"], plain["max_logit"], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(

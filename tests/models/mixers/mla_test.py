@@ -120,8 +120,8 @@ def test_is_its_definition(qkv_norm):
   cores.assert_close(cores.apply(module, x_BTD), expected)
   if qkv_norm:
     cache = module.init_cache(BATCH, TOKENS)
-    found = _extend(module, x_BTD, cache, _chunk(0, TOKENS))[0]
-    cores.assert_close(found, expected)
+    actual = _extend(module, x_BTD, cache, _chunk(0, TOKENS))[0]
+    cores.assert_close(actual, expected)
 
 
 def test_packed_documents_do_not_meet():
@@ -168,8 +168,8 @@ def test_absorbed_is_expanded(pieces, heads, option):
 def test_first_tokens_need_no_cache(heads, option):
   module, x_BTD = _module(**OPTIONS[option]), _inputs()
   cache = module.init_cache(BATCH, 0, heads)
-  found, _ = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
-  cores.assert_close(found, cores.apply(module, x_BTD))
+  actual, _ = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
+  cores.assert_close(actual, cores.apply(module, x_BTD))
 
 
 def test_latents_cannot_stand_for_several_inputs():

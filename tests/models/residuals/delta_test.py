@@ -97,10 +97,10 @@ def test_reads_are_the_definition(name, gate, options):
   for form in FORMS:
     module = _module(name, form, gate, **options)
     assert module.two_phase == (form == "two_phase")
-    found = trunks.reads(module, values)
+    reads = trunks.reads(module, values)
     expected = _expected(name, module, values, gate)
-    for h, wanted in zip(found, expected, strict=True):
-      np.testing.assert_allclose(h, wanted, atol=1e-12)
+    for h, read in zip(reads, expected, strict=True):
+      np.testing.assert_allclose(h, read, atol=1e-12)
     weights, labels = module.depth_weights(values), module.source_labels()
     assert [len(w) for w in weights] == [len(names) for names in labels]
     np.testing.assert_array_equal(weights[-1], 0)

@@ -15,8 +15,8 @@ def _dense(sublayers, weight, embedding):
   for f in [*sublayers, lambda h: h]:
     h = np.zeros_like(embedding)
     for v in values:
-      one = weight[used]
-      h = h + (one * v if np.ndim(one) == 0 else v @ one)
+      w = weight[used]
+      h = h + (w * v if np.ndim(w) == 0 else v @ w)
       used += 1
     values.append(f(h))
   assert used == len(weight)

@@ -25,8 +25,8 @@ def program(name, **read):
   def loss(model, tokens_BT):
     return jnp.sum(jnp.square(model.hidden(tokens_BT).astype(jnp.float32)))
 
-  traced = jax.jit(jax.grad(loss, allow_int=True)).trace(model, tokens_BT)
-  return traced.lower(lowering_platforms=("tpu",)).as_text()
+  step = jax.jit(jax.grad(loss, allow_int=True)).trace(model, tokens_BT)
+  return step.lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def program(name, **read):
 )
 def test_reads_are_kernels(name, read, kernels):
   text = program(name, **read)
-  found = {kernel for kernel in PHASE_1 | MERGES if kernel in text}
-  assert found == kernels
+  names = {kernel for kernel in PHASE_1 | MERGES if kernel in text}
+  assert names == kernels
 
 
 def test_norm_of_a_blocks_first_mixture_is_a_kernel():

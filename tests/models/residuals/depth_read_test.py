@@ -43,14 +43,14 @@ def _by_loops(module, sources, l, value=False):
   first = 0
   if o.window:
     first = max(0, len(sources) - 1 - o.window)
-  kept = [0, *range(1 + first, len(sources))]
-  sources = [sources[i] for i in kept]
+  places = [0, *range(1 + first, len(sources))]
+  sources = [sources[i] for i in places]
   if o.null != "none":
     null = np.zeros(trunks.WIDTH)
     if o.null == "learned":
       null = array(queries.null)[l]
     sources = [np.broadcast_to(null, sources[0].shape), *sources]
-    kept = [None, *kept]
+    places = [None, *places]
   heads, width = o.heads, trunks.WIDTH
   part = width // heads
   h = np.zeros_like(sources[0])
@@ -58,7 +58,7 @@ def _by_loops(module, sources, l, value=False):
   for b, t in np.ndindex(h.shape[:2]):
     for k in range(heads):
       logits = []
-      for i, source in zip(kept, sources):
+      for i, source in zip(places, sources):
         v = source[b, t]
         key = v[width - o.rank :] if o.rank else v
         inverse = (np.mean(key**2) + trunks.EPS) ** -0.5 if o.key_norm else 1
@@ -104,7 +104,7 @@ CASES = [
 
 @pytest.mark.parametrize("name,options", CASES, ids=str)
 def test_reads_and_weights_are_the_definition(name, options):
-  values, found = trunks.outputs(3), []
+  values, with_query = trunks.outputs(3), []
   forms = FORMS if Read(**options).batched else FORMS[1:]
   modules = [_scheme(name, form, **options) for form in forms]
   assert [m.two_phase for m in modules] == [
@@ -112,21 +112,21 @@ def test_reads_and_weights_are_the_definition(name, options):
   ]
   weights = modules[-1].depth_weights(values)
   labels = modules[-1].source_labels()
-  wanted = [
+  answer = [
     _by_loops(modules[0], _sources(name, values, l), l) for l in range(4)
   ]
   for module in modules:
     for l, h in enumerate(trunks.reads(module, values)):
-      np.testing.assert_allclose(base.query_input(h), wanted[l][0], atol=1e-12)
+      np.testing.assert_allclose(base.query_input(h), answer[l][0], atol=1e-12)
       if 0 < l < 3:
         assert isinstance(h, base.QKV) == module.options.value_query
       if isinstance(h, base.QKV) and l % 2 == 0:
         other, _ = _by_loops(module, _sources(name, values, l), l, value=True)
         np.testing.assert_allclose(h.value, other, atol=1e-12)
-        found.append(l)
-  assert bool(found) == modules[0].options.value_query
+        with_query.append(l)
+  assert bool(with_query) == modules[0].options.value_query
   for l, weight in enumerate(weights):
-    mean = wanted[l][1].mean(-1)[modules[0].options.null != "none" :]
+    mean = answer[l][1].mean(-1)[modules[0].options.null != "none" :]
     seen = np.asarray(weight)
     assert len(seen) == len(labels[l])
     hidden = len(labels[l]) - len(mean)

@@ -59,7 +59,7 @@ def _scheme(name):
   )
 
 
-def _whole(kinds, layers, scheme, embedding):
+def _scanned(kinds, layers, scheme, embedding):
   return trunk.run(
     layers, kinds, scheme, embedding, None, scan=True, remat="none"
   )
@@ -108,8 +108,8 @@ def test_scan_loop_parts_and_checkpoints_agree(name):
   layers, embedding = trunks.toy(4, pre_norm=scheme.pre_norm)
   layers = {kind: layers[kind] for kind in kinds}
   arguments = layers, scheme, embedding
-  whole = _program(_whole, kinds, *arguments).lower().compile()
-  (value, h), gradient = whole(*arguments)
+  compiled = _program(_scanned, kinds, *arguments).lower().compile()
+  (value, h), gradient = compiled(*arguments)
   parts = _program(_in_parts, kinds, *arguments)
   (other, _), gradient_in_parts = parts.lower().compile()(*arguments)
   np.testing.assert_allclose(other, value, rtol=1e-10)
@@ -120,7 +120,7 @@ def test_scan_loop_parts_and_checkpoints_agree(name):
     assert np.any(a), f"{where} gets no gradient"
   # Nothing looks ahead: the last token changes only the last output.
   changed = embedding.at[:, -1].add(0.5)
-  (_, others), _ = whole(layers, scheme, changed)
+  (_, others), _ = compiled(layers, scheme, changed)
   np.testing.assert_allclose(others[:, :-1], h[:, :-1], atol=1e-12)
   assert np.abs(others - h)[:, -1].max() > 1e-3
   # Full checkpointing recomputes a sublayer once.
@@ -141,9 +141,9 @@ def test_reads_are_linear_while_coefficients_are_fixed(name):
   values, way, other = jnp.asarray(
     rng.standard_normal((3, len(_kinds(name)) + 1, 1, 2, trunks.WIDTH))
   )
-  whole = jax.jit(lambda values: response(scheme, values, values))(values)
-  for h, wanted in zip(whole, trunks.reads(scheme, values), strict=True):
-    for a, b in zip(base.qkv(h), base.qkv(wanted)):
+  actual = jax.jit(lambda values: response(scheme, values, values))(values)
+  for h, expected in zip(actual, trunks.reads(scheme, values), strict=True):
+    for a, b in zip(base.qkv(h), base.qkv(expected)):
       np.testing.assert_allclose(a, b, atol=1e-12)
 
   def bend(other):

@@ -88,10 +88,10 @@ def test_start(name):
   module = _scheme(name)
   streams = module.init(jnp.ones((1, 2, 6)))
   second = jax.tree.map(lambda a: a[1], module)
-  found = jax.jit(lambda site, streams: site.coefficients(streams))(
+  values = jax.jit(lambda site, streams: site.coefficients(streams))(
     second, streams
   )
-  read, write, mix = (np.asarray(a)[..., 0, 0] for a in found)
+  read, write, mix = (np.asarray(a)[..., 0, 0] for a in values)
   high, low = trunks.sigmoid(1), trunks.sigmoid(-1)
   np.testing.assert_allclose(read, [low, high, low, low], rtol=1e-6)
   np.testing.assert_allclose(write, 2 * read, rtol=1e-6)
@@ -99,8 +99,8 @@ def test_start(name):
   assert np.abs(mix - np.eye(4)).max() < 8e-3
   if name == "mhc_lite":
     # The identity and the 23 others.
-    one = 1 / (1 + 23 * np.exp(-8.0))
-    assert mix[0, 0] > one and abs(one - 0.992) < 1e-3
+    diagonal = 1 / (1 + 23 * np.exp(-8.0))
+    assert mix[0, 0] > diagonal and abs(diagonal - 0.992) < 1e-3
   else:
     start = 1 - 4 * np.exp(-8.0)
     expected = start * np.eye(4) + (1 - start) / 4
@@ -117,23 +117,23 @@ def _matrices(name, sigma):
   module = _scheme(name)
   rng = np.random.default_rng(0)
   logits = sigma * rng.standard_normal((module.start().size, 1, 500))
-  found = jax.jit(module.matrix)(jnp.float32(logits))
-  found = np.asarray(found)[:, :, 0]
-  return found.transpose(2, 0, 1)
+  matrices = jax.jit(module.matrix)(jnp.float32(logits))
+  matrices = np.asarray(matrices)[:, :, 0]
+  return matrices.transpose(2, 0, 1)
 
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_what_each_constraint_means(name):
   for sigma, tolerance in ((1.0, 4e-4), (3.0, 0.06), (8.0, 0.2)):
-    found = _matrices(name, sigma)
-    rows, columns = found.sum(2), found.sum(1)
+    matrices = _matrices(name, sigma)
+    rows, columns = matrices.sum(2), matrices.sum(1)
     np.testing.assert_allclose(columns, 1, atol=2e-6)
     if name == "mhc":
       # 20 iterations end on columns; rows are only near one.
       assert 0.01 * tolerance < np.abs(rows - 1).max() < tolerance
       continue
     np.testing.assert_allclose(rows, 1, atol=2e-6)
-    assert found.min() >= 0
+    assert matrices.min() >= 0
 
 
 def test_backward_repeats_the_iterations():
@@ -183,8 +183,8 @@ def test_streams_in_bfloat16():
     largest = np.max(np.abs(lost))
     assert largest < most and (largest > 0 or stream_dtype == "float32")
     results.append(np.stack([out, *reads, slope]))
-  wide, rounded = np.float64(results)
-  assert 0 < np.abs(wide - rounded).max() < 0.05 * np.abs(wide).max()
+  wide, narrow = np.float64(results)
+  assert 0 < np.abs(wide - narrow).max() < 0.05 * np.abs(wide).max()
 
 
 def _loss_and_gradient(model, tokens_BT):
@@ -199,10 +199,10 @@ def test_sharded_tokens():
   model = tiny_network.model("mhc", num_layers=1, scan_layers=False)
   rng = np.random.default_rng(0)
   tokens_BT = jnp.asarray(rng.integers(0, 16, (4, 6)), jnp.int32)
-  wanted = jax.jit(_loss_and_gradient)(model, tokens_BT)
+  expected = jax.jit(_loss_and_gradient)(model, tokens_BT)
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=1, tensor=2))
   given = jax.device_put((model, tokens_BT), sharding.replicated(mesh))
   with sharding.ambient(mesh):
-    found = jax.device_get(jax.jit(_loss_and_gradient)(*given))
-  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+    sharded = jax.device_get(jax.jit(_loss_and_gradient)(*given))
+  for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(expected)):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

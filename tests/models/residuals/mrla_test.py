@@ -51,7 +51,7 @@ def _base(sublayers, p, embedding, period=4):
     outputs.append(x)
     group = range(t - t % period, t + 1)
     query = _heads(_over_channels(x, p.query[t]))
-    found = []
+    heads = []
     for h, q in enumerate(query):
       score = np.stack([
         _dot(q, _heads(_over_channels(outputs[s], p.key[s]))[h]) / HEAD**0.5
@@ -60,8 +60,8 @@ def _base(sublayers, p, embedding, period=4):
       weight = np.exp(score - score.max(axis=0))
       weight = weight / weight.sum(axis=0)
       values = [_heads(_over_tokens(outputs[s], p.value[s]))[h] for s in group]
-      found.append(sum(w * v for w, v in zip(weight, values)))
-    x = x + np.concatenate(found, axis=-1)
+      heads.append(sum(w * v for w, v in zip(weight, values)))
+    x = x + np.concatenate(heads, axis=-1)
   return x
 
 
@@ -70,7 +70,7 @@ def _light(sublayers, p, decay, embedding):
   for t in range(len(sublayers) // 2):
     x = x + sublayers[2 * t](x)
     x = x + sublayers[2 * t + 1](x)
-    found = [
+    heads = [
       trunks.sigmoid(_dot(q, k) / HEAD**0.5) * v
       for q, k, v in zip(
         _heads(_over_channels(x, p.query[t])),
@@ -78,7 +78,7 @@ def _light(sublayers, p, decay, embedding):
         _heads(_over_tokens(x, p.value[t])),
       )
     ]
-    running = decay[t] * running + np.concatenate(found, axis=-1)
+    running = decay[t] * running + np.concatenate(heads, axis=-1)
     x = x + running
   return x
 

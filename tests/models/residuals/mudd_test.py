@@ -18,11 +18,11 @@ def _weights(scheme):
   first, second, bias = (
     np.asarray(p) for p in (scheme.first, scheme.second, scheme.bias)
   )
-  found = []
+  weights = []
   for t in range(1, L // 2 + 1):
     ways, hidden = (1, 4 * (t + 1)) if t == L // 2 else (4, 4 * (t + 1))
     outs = ways * (t + 1)
-    found.append((
+    weights.append((
       first[:hidden].T,
       second[: hidden * outs].reshape(hidden, outs),
       bias[:outs],
@@ -30,7 +30,7 @@ def _weights(scheme):
     ))  # fmt: skip
     first, second, bias = first[hidden:], second[hidden * outs :], bias[outs:]
   assert not (first.size or second.size or bias.size)
-  return found
+  return weights
 
 
 _erf = np.vectorize(math.erf)

@@ -27,8 +27,8 @@ def test_starts():
   """ReZero is the identity; LayerScale's factors depend on depth."""
   layers, embedding = trunks.toy(4, pre_norm=False)
   module = trunks.scheme("rezero", 4, scale=0.0)
-  found = trunks.run(layers, module, embedding, scan=False)
-  np.testing.assert_array_equal(found, embedding)
+  output = trunks.run(layers, module, embedding, scan=False)
+  np.testing.assert_array_equal(output, embedding)
   for blocks, start in ((18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6)):
     config = tiny_network.config("layerscale", num_layers=blocks)
     module = residuals.build_residual(config, rngs=nnx.Rngs(params=0))

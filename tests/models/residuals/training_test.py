@@ -35,17 +35,17 @@ def test_learns_and_resumes_bit_for_bit(name, dtype, fields, tmp_path):
   config = tiny_run.config(
     fields | {"model.residual.name": name, "model.dtype": dtype}
   )
-  whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+  unbroken, resumed = tmp_path / "whole", tmp_path / "resumed"
   # JAX promotes dtypes where it lowers its own attention in bfloat16.
   with tiny_run.traced_once(), jax.numpy_dtype_promotion("standard"):
-    loop.train_and_evaluate(config, whole)
-    shutil.copytree(whole, resumed)
+    loop.train_and_evaluate(config, unbroken)
+    shutil.copytree(unbroken, resumed)
     tiny_run.rewind(resumed, SAVED)
     loop.train_and_evaluate(config, resumed)
   (resume,) = tiny_run.events(resumed, "resume")
   assert resume["step"] == SAVED
-  tiny_run.assert_same_run(whole, resumed)
-  rows = tiny_run.rows(whole, "train")
+  tiny_run.assert_same_run(unbroken, resumed)
+  rows = tiny_run.rows(unbroken, "train")
   losses = np.array([rows[step]["loss"] for step in sorted(rows)])
   assert len(losses) == STEPS and np.isfinite(losses).all()
   # Bytes: ln(257) = 5.55 at first.
