@@ -38,9 +38,9 @@ def in_turn(
   times: dict[K, list[Seconds]] = {name: [] for name in calls}
   for index in range(rounds + 1):
     for name in list(calls)[:: 1 if index % 2 else -1]:
-      found = timed(calls[name])
+      seconds = timed(calls[name])
       if index:
-        times[name].append(found)
+        times[name].append(seconds)
   return times
 
 
@@ -52,21 +52,21 @@ def timed(call: Callable[[], Any]) -> Seconds:
 
 
 def ratios(
-  own: Sequence[Seconds], base: Sequence[Seconds], digits: int = 4
+  arm: Sequence[Seconds], base: Sequence[Seconds], digits: int = 4
 ) -> dict[str, float]:
   """Columns of a row: time over that of a baseline in the same round.
 
   `ratio` is the median over rounds, with its range, and `cpu_ratio` that of
   processor time; `seconds` and `cpu_seconds` are medians of the program itself.
   """
-  wall = [a.wall / b.wall for a, b in zip(own, base, strict=True)]
-  cpu = [a.cpu / b.cpu for a, b in zip(own, base, strict=True)]
+  wall = [a.wall / b.wall for a, b in zip(arm, base, strict=True)]
+  cpu = [a.cpu / b.cpu for a, b in zip(arm, base, strict=True)]
   columns = {
     "ratio": statistics.median(wall),
     "ratio_min": min(wall),
     "ratio_max": max(wall),
     "cpu_ratio": statistics.median(cpu),
-    "seconds": statistics.median(one.wall for one in own),
-    "cpu_seconds": statistics.median(one.cpu for one in own),
+    "seconds": statistics.median(x.wall for x in arm),
+    "cpu_seconds": statistics.median(x.cpu for x in arm),
   }
   return {name: round(value, digits) for name, value in columns.items()}

@@ -102,10 +102,10 @@ def _main(options: argparse.Namespace) -> None:
     _check_columns(options.adopt, adopted, published.read(options.to))
     names = {row.get("run") for row in adopted}  # Others have no such column.
     texts = {row.get("data") for row in adopted}
-    known = published.read(options.to) if options.add else []
-    known = [row for row in known if row.get("data") in texts]
-    kept = [row for row in known if row["run"] not in names]
-    rows = csv_rows.parse(csv_rows.text([*kept, *adopted]))
+    rows_before = published.read(options.to) if options.add else []
+    rows_before = [row for row in rows_before if row.get("data") in texts]
+    others = [row for row in rows_before if row["run"] not in names]
+    rows = csv_rows.parse(csv_rows.text([*others, *adopted]))
     published = published._replace(adopted={options.to: rows})
     try:
       publish(published)

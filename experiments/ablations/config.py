@@ -10,13 +10,13 @@ from experiments.variants import reads
 
 
 def _slow_queries(factor: float, words: str) -> variants.Variant:
-  own = reads(
+  variant = reads(
     f"Full, input-dependent query, {words} of the rate for it",
     "full_attnres",
     query="input",
   )
   rates = {"optim.rates": (f"^residual/queries/query={factor}",)}
-  return dataclasses.replace(own, fields={**own.fields, **rates})
+  return dataclasses.replace(variant, fields={**variant.fields, **rates})
 
 
 _VARIANTS = {

@@ -73,12 +73,12 @@ def table(rows: Sequence[Row]) -> page.Table:
   lines = []
   for cell in np.ndindex(len(rhos), len(etas)):
     cells = [f"{rhos[cell[0]]:g}", f"{etas[cell[1]]:g}"]
-    for found in losses.values():
-      text = f"{found[cell]:.4f}" if np.isfinite(found[cell]) else ""
-      best = found[cell] == np.nanmin(found)
+    for grid in losses.values():
+      text = f"{grid[cell]:.4f}" if np.isfinite(grid[cell]) else ""
+      best = grid[cell] == np.nanmin(grid)
       cells.append(f"**{text}**" if best else text)
-    known = np.isfinite(apart[cell])
-    lines.append([*cells, page.signed(apart[cell]) if known else ""])
+    is_finite = np.isfinite(apart[cell])
+    lines.append([*cells, page.signed(apart[cell]) if is_finite else ""])
   names = [figures.name_of(scheme) for scheme in losses]
   return page.Table(["rho", "eta", *names, "difference"], lines)
 
@@ -86,13 +86,13 @@ def table(rows: Sequence[Row]) -> page.Table:
 def gains(rows: Sequence[Row]) -> str:
   """The extremes of the differences, in words."""
   apart = _differences(heatmaps(rows)[2])
-  known = apart[np.isfinite(apart)]
-  if not known.size:
+  finite = apart[np.isfinite(apart)]
+  if not finite.size:
     return "No shape has been trained with both schemes yet."
   return (
-    f"{figures.name_of(OTHER)} is lower in {int(np.sum(known < 0))} of"
-    f" {known.size} shapes; differences are {page.signed(known.min())} to"
-    f" {page.signed(known.max())} nats."
+    f"{figures.name_of(OTHER)} is lower in {int(np.sum(finite < 0))} of"
+    f" {finite.size} shapes; differences are {page.signed(finite.min())} to"
+    f" {page.signed(finite.max())} nats."
   )
 
 

@@ -77,11 +77,11 @@ class Case(NamedTuple):
 
 def measure(case: Case) -> dict[str, Any]:
   """The columns of a row; nearly none if it does not fit."""
-  traced, devices = trace(case)
+  staged, devices = trace(case)
   chip = topology.chip(devices[0])
   least = _least(case)
   try:
-    compiled = traced.lower().compile()
+    compiled = staged.lower().compile()
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
@@ -108,20 +108,20 @@ def count(case: Case) -> dict[str, Any]:
 
   There is no peak yet: `allocated_GiB` adds up what the schedule allocates.
   """
-  found = schedule.up_to_schedule(_lower, case)
-  if found.reason:
+  scheduled = schedule.up_to_schedule(_lower, case)
+  if scheduled.reason:
     return {"peak_GiB": "does not fit"}
-  program = hlo.Program(found.text)
+  program = hlo.Program(scheduled.text)
   return _least(case) | {
     "GB": f"{program.hbm_bytes() / 1e9:.5g}",
     "sent_GB": _sent(program),
-    "allocated_GiB": f"{found.peak_bytes / 2**30:.2f}",
+    "allocated_GiB": f"{scheduled.peak_bytes / 2**30:.2f}",
   }
 
 
 def _lower(case: Case) -> Any:
-  traced, _ = trace(case)
-  return traced.lower()
+  staged, _ = trace(case)
+  return staged.lower()
 
 
 def trace(case: Case) -> tuple[Any, list[Any]]:
@@ -141,10 +141,10 @@ def trace(case: Case) -> tuple[Any, list[Any]]:
     if case.program == "decode":
       return programs.trace_next(model, mesh, case.batch, case.tokens), devices
     length = case.length or case.cached + case.tokens
-    traced = programs.trace_extend(
+    staged = programs.trace_extend(
       model, mesh, case.tokens, case.cached, length
     )
-    return traced, devices
+    return staged, devices
   network = network._replace(batch=case.batch, tokens=case.tokens)
   if case.program == "step":
     function, arguments = step(network, case.arm)
@@ -258,7 +258,7 @@ def costs(
     start_seconds: of a kernel, which then also counts all operands; None for
       the bytes of kernels alone.
   """
-  found = {True: [0.0, 0.0, 0], False: [0.0, 0.0, 0]}
+  sums = {True: [0.0, 0.0, 0], False: [0.0, 0.0, 0]}
   owners = attribution.owners(program)
   for count, instruction, nbytes in program.instructions():
     seconds, kernels = 0.0, 0
@@ -271,19 +271,19 @@ def costs(
         moved = _operand_bytes(program, instruction)
       kernels = 1
       seconds = (start_seconds or 0.0) + moved / chip.hbm_bytes_per_second
-    part = found[owners[instruction.place] == scopes.RESIDUAL]
+    part = sums[owners[instruction.place] == scopes.RESIDUAL]
     for i, value in enumerate((nbytes, seconds, kernels)):
       part[i] += count * value
-  total = [sum(both) for both in zip(*found.values())]
-  return Cost(*total), Cost(*found[True])
+  total = [sum(both) for both in zip(*sums.values())]
+  return Cost(*total), Cost(*sums[True])
 
 
 def _operand_bytes(program: hlo.Program, instruction: hlo.Instruction) -> float:
   """Of all operands and results, wherever they are."""
-  known = program.computations[instruction.place[0]]
+  operands = program.computations[instruction.place[0]]
   arrays = list(instruction.arrays)
   for name in instruction.operands:
-    arrays += known[name].arrays if name in known else ()
+    arrays += operands[name].arrays if name in operands else ()
   return sum(array.nbytes for array in arrays)
 
 
@@ -294,7 +294,7 @@ def _least(case: Case) -> dict[str, Any]:
   """
   if case.program == "experts":
     network, devices = networks.load(case.network), topology.devices(case.place)
-    return dict(experts.known(experts.planned(network, devices)))
+    return dict(experts.columns(experts.planned(network, devices)))
   if case.program not in ("decode", "prefill"):
     return {}
   network = networks.load(case.network)
@@ -311,8 +311,8 @@ def _least(case: Case) -> dict[str, Any]:
     for leaf in jax.tree.leaves((model.sublayers, model.embedding.head))
   )
   cache = case.batch * sum(
-    one.token_bytes * case.tokens + one.sequence_bytes
-    for one in traffic.of_caches(config).values()
+    kind.token_bytes * case.tokens + kind.sequence_bytes
+    for kind in traffic.of_caches(config).values()
   )
   return {"least_GB": f"{(weights + cache) / 1e9:.4f}"}
 
@@ -332,14 +332,14 @@ def _block_bytes(config: config_lib.ModelConfig, tokens: int) -> int:
 
 def _sent(program: hlo.Program) -> str:
   """GB of all collectives."""
-  sent = sum(one.count * one.sent_bytes for one in program.collectives())
+  sent = sum(op.count * op.sent_bytes for op in program.collectives())
   return f"{sent / 1e9:.4g}"
 
 
 def _collectives(program: hlo.Program) -> str:
   """Their number by kind, of activations."""
-  found: collections.Counter[str] = collections.Counter()
-  for one in program.collectives():
-    if max((array.nbytes for array in one.arrays), default=0) > _LEAST_SENT:
-      found[one.kind] += round(one.count)
-  return ", ".join(f"{count} {kind}" for kind, count in sorted(found.items()))
+  counts: collections.Counter[str] = collections.Counter()
+  for op in program.collectives():
+    if max((array.nbytes for array in op.arrays), default=0) > _LEAST_SENT:
+      counts[op.kind] += round(op.count)
+  return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))

@@ -85,7 +85,7 @@ def trace(config: config_lib.RunConfig, devices: Sequence[Any]) -> Any:
   return step.trace(sharding.with_sharding(module, places), x_BTD, x_BTD)
 
 
-def known(config: config_lib.RunConfig) -> Mapping[str, Any]:
+def columns(config: config_lib.RunConfig) -> Mapping[str, Any]:
   """Columns of a row before its program is compiled."""
   mesh, model = config.mesh, config.model
   shards = mesh.data * mesh.fsdp * mesh.expert

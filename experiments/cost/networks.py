@@ -55,11 +55,11 @@ def _dense(
 ) -> Network:
   """A bfloat16 decoder outside of scans, with `blocks` depth blocks."""
   residual = config_lib.ResidualConfig(num_blocks=blocks)
-  known: dict[str, Any] = {
+  shape: dict[str, Any] = {
     "vocab_size": 32768, "num_heads": width // 128, "dtype": "bfloat16",
     "scan_layers": False, "residual": residual,
   } | fields  # fmt: skip
-  return Network(_Model(width=width, num_layers=layers, **known), batch, tokens)
+  return Network(_Model(width=width, num_layers=layers, **shape), batch, tokens)
 
 
 _BLOCK = ",residual=block_attnres"
@@ -127,12 +127,12 @@ def with_arm(network: Network, arm: str) -> config_lib.ModelConfig:
   """
   scheme, options = _parsed(arm)
   model = network.model
-  own: dict[str, Any] = {"name": scheme}
-  own |= _taken(options, config_lib.ResidualConfig)
+  residual_fields: dict[str, Any] = {"name": scheme}
+  residual_fields |= _taken(options, config_lib.ResidualConfig)
   read = _taken(options, config_lib.DepthReadConfig)
   if read:
-    own["read"] = dataclasses.replace(model.residual.read, **read)
-  residual = dataclasses.replace(model.residual, **own)
+    residual_fields["read"] = dataclasses.replace(model.residual.read, **read)
+  residual = dataclasses.replace(model.residual, **residual_fields)
   fields = _taken(options, _Model)
   for name in options.keys() - {"layers"}:
     config_lib.fail_argument("--arms", arm, f"no option {name}")
@@ -168,5 +168,5 @@ def _parsed(arm: str) -> tuple[str, dict[str, Any]]:
 
 def _taken(fields: dict[str, Any], kind: Any) -> dict[str, Any]:
   """Removes the options of a kind of config, and returns them."""
-  own = fields.keys() & kind.__dataclass_fields__
-  return {name: fields.pop(name) for name in own}
+  taken = fields.keys() & kind.__dataclass_fields__
+  return {name: fields.pop(name) for name in taken}

@@ -47,9 +47,7 @@ def label(arm: str) -> str:
   """Of an arm, in tables."""
   scheme, *options = arm.split()
   words = [figures.name_of(scheme)]
-  words += [
-    _WORDS.get(one, one.replace("heads=", "heads: ")) for one in options
-  ]
+  words += [_WORDS.get(o, o.replace("heads=", "heads: ")) for o in options]
   return ", ".join(words)
 
 
@@ -126,12 +124,12 @@ def latency(rows: Sequence[Row]) -> str:
       *where,
       *(
         _range([float(row[name]) / float(base[_where(row)][name])
-                for row in own])
+                for row in group])
         for name in ("GB", "ms")
       ),
-      _share(max(own, key=_depth_share)),
+      _share(max(group, key=_depth_share)),
     ]
-    for where, own in groups.items()
+    for where, group in groups.items()
   ]  # fmt: skip
   header = ("step", "chip", "scheme", "bytes", "estimate", "depth reads, most")
   return readme_lib.with_origin(readme_lib.table(header, lines), shown)
@@ -253,7 +251,7 @@ PLACES = [
 
 def _compiled(rows: Sequence[Row], *programs: str) -> list[Row]:
   """Those on one chip, by program, place and size, PreNorm first."""
-  found = [
+  rows_here = [
     row
     for row in rows
     if row["program"] in programs
@@ -262,7 +260,7 @@ def _compiled(rows: Sequence[Row], *programs: str) -> list[Row]:
   ]
   order = {name: i for i, name in enumerate(programs)}
   return sorted(
-    found,
+    rows_here,
     key=lambda row: (
       order[row["program"]], row["network"], row["place"], int(row["tokens"]),
       int(row["batch"]), row["arm"] != "prenorm",

@@ -196,13 +196,13 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
     network = network._replace(
       batch=batch or network.batch, tokens=tokens or network.tokens
     )
-    known = {"network": name, "batch": network.batch, "tokens": network.tokens}
+    shape = {"network": name, "batch": network.batch, "tokens": network.tokens}
     if options.chips:
-      found = compiled(options, known, arms)
+      rows = compiled(options, shape, arms)
     else:
-      found = timed(options.what, network, arms, options.rounds)
-    for row in found:
-      yield {"place": "here"} | known | row
+      rows = timed(options.what, network, arms, options.rounds)
+    for row in rows:
+      yield {"place": "here"} | shape | row
 
 
 def timed(
@@ -229,7 +229,7 @@ def ratios(
   """Rows of times by program and arm, over the fastest baseline."""
   for program, arm in times:
     base = min(
-      (other for own, other in times if own == program and is_baseline(other)),
+      (other for p, other in times if p == program and is_baseline(other)),
       key=lambda other: statistics.median(
         x.wall for x in times[program, other]
       ),
@@ -288,8 +288,8 @@ def vectors() -> Iterator[Row]:
 
 def put(path: str | os.PathLike[str], row: Row) -> None:
   """Writes a row in place of the one with the same keys."""
-  known = csv_rows.read(path) if pathlib.Path(path).exists() else []
-  keyed = {report.key(one): one for one in known}
+  rows = csv_rows.read(path) if pathlib.Path(path).exists() else []
+  keyed = {report.key(r): r for r in rows}
   text = {name: str(row.get(name, "")) for name in report.COLUMNS}
   csv_rows.write(path, (keyed | {report.key(text): text}).values())
 
@@ -299,8 +299,8 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
   if not text:
     return ()
   return tuple(
-    fields.accept(flag, int(one) if one.isdigit() else one, fields.Size)
-    for one in text.split(",")
+    fields.accept(flag, int(word) if word.isdigit() else word, fields.Size)
+    for word in text.split(",")
   )
 
 

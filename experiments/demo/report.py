@@ -61,13 +61,13 @@ def _answer(
   rows: Sequence[variants.Row],
 ) -> page.Html:
   inside = ""
-  if all(one.status == state_lib.DONE for one in progress):
+  if all(arm.status == state_lib.DONE for arm in progress):
     looks_of: dict[str, Look] = {}
-    for one in progress:
+    for arm in progress:
       # Rescaled is PreNorm's function, and a look compiles for ten seconds.
-      done = one.residual in looks_of or one.residual == "rescaled"
-      if one.run is not None and not done:
-        looks_of[one.residual] = look(folder, one.run)
+      done = arm.residual in looks_of or arm.residual == "rescaled"
+      if arm.run is not None and not done:
+        looks_of[arm.residual] = look(folder, arm.run)
     inside = page.fill(
       _INSIDE.read_text(encoding="utf-8"),
       depth_figure=_depth(looks_of),
@@ -85,17 +85,17 @@ def lead(rows: Sequence[variants.Row]) -> str:
   """What the losses say, in a sentence per scheme that attends over depth."""
   apart = variants.differences(config.STUDY, rows)
   sentences = []
-  for name, found in apart.items():
+  for name, difference in apart.items():
     variant = config.STUDY.variants[name]
-    if variant.residual == "rescaled" or found.margin is None:
+    if variant.residual == "rescaled" or difference.margin is None:
       continue
-    below, more = -found.mean, found.margin
+    below, more = -difference.mean, difference.margin
     if below > more:
       text = f"ends **{below:.3f} ± {more:.3f}** nats per token below PreNorm"
     elif below < -more:
       text = f"ends **{-below:.3f} ± {more:.3f}** nats per token above PreNorm"
     else:
-      text = f"cannot be told from PreNorm ({page.difference(found)})"
+      text = f"cannot be told from PreNorm ({page.difference(difference)})"
     sentences.append(f"{variant.label} {text}.")
   return " ".join(sentences) or "No scheme is finished yet."
 
@@ -125,27 +125,27 @@ def look(folder: epath.Path, run: grid.Run) -> Look:
 def _depth(looks_of: Mapping[str, Look]) -> page.Html:
   """Weights in the first network of each scheme, attention and MLP."""
 
-  def draw(scheme: str, found: analysis.DepthWeights, kind: str) -> Any:
+  def draw(scheme: str, reads: analysis.DepthWeights, kind: str) -> Any:
     figure = figure_lib.Figure(figsize=(4.6, 3.0), layout="constrained")
     axes = figure.subplots()
-    plots.depth_bar(figure, plots.depth_panel(axes, scheme, found, kind), axes)
+    plots.depth_bar(figure, plots.depth_panel(axes, scheme, reads, kind), axes)
     return page.fill(
       "<div>{{ svg }}<p class=note>{{ text }}</p></div>\n",
       svg=svg.to_svg(figure, f"{scheme}{kind}"),
-      text=what(found, kind),
+      text=what(reads, kind),
     )
 
   return page.join(
-    draw(scheme, found.depth_weights, kind)
-    for scheme, found in looks_of.items()
-    if found.depth_weights is not None
+    draw(scheme, seen.depth_weights, kind)
+    for scheme, seen in looks_of.items()
+    if seen.depth_weights is not None
     for kind in plots.KINDS
   )
 
 
-def what(found: analysis.DepthWeights, kind: str) -> str:
+def what(reads: analysis.DepthWeights, kind: str) -> str:
   """The largest preference and the largest neglect of a panel, in words."""
-  rows = getattr(found, kind)
+  rows = getattr(reads, kind)
   times = np.where(
     np.isfinite(rows).sum(axis=1, keepdims=True) > 1,
     plots.multiples(rows),
@@ -160,9 +160,9 @@ def what(found: analysis.DepthWeights, kind: str) -> str:
   name = {"attention": "attention", "mlp": "the MLP"}[kind]
   return (
     f"The largest weight is {times[row, column]:.1f} times uniform:"
-    f" {name} of transformer block {row + 1} reads {found.columns[column]}."
+    f" {name} of transformer block {row + 1} reads {reads.columns[column]}."
     f" The smallest is {times[low, source]:.1f} times uniform:"
-    f" {found.columns[source]} in block {low + 1}."
+    f" {reads.columns[source]} in block {low + 1}."
   )
 
 
@@ -170,9 +170,7 @@ def _magnitudes(looks_of: Mapping[str, Look]) -> page.Html:
   def draw(name: str) -> Any:
     figure = figure_lib.Figure(figsize=(4.6, 3.4), layout="constrained")
     axes = figure.subplots()
-    measured = {
-      scheme: [found.magnitudes] for scheme, found in looks_of.items()
-    }
+    measured = {scheme: [seen.magnitudes] for scheme, seen in looks_of.items()}
     plots.magnitude_panel(axes, measured, name)
     figures.legend(figure, axes, columns=2)
     return svg.to_svg(figure, name)

@@ -38,11 +38,11 @@ def _variant(series: str, heads: int) -> variants.Variant:
   elif heads > 1:
     options["heads"] = heads
   name = _name(series, heads)
-  own = variants.reads(
+  variant = variants.reads(
     f"H = {heads}, {LABELS[series]}", "block_attnres", **options
   )
-  known = ablations.STUDY.variants.get(name)
-  return known.labelled(own.label) if known else own
+  ablated = ablations.STUDY.variants.get(name)
+  return ablated.labelled(variant.label) if ablated else variant
 
 
 # (series, H) -> name.

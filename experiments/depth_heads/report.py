@@ -15,17 +15,17 @@ def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
   """Variants against each other instead of PreNorm, pair by pair."""
   every = variants.with_shared(config.STUDY, rows)
   spread = variants.spread_of(rows, config.STUDY)
-  found = pairs.losses(variants.at_own_settings(every), "variant")
+  arms = pairs.losses(variants.at_own_settings(every), "variant")
   losses = {
-    key: found[name] for key, name in config.NAMES.items() if name in found
+    key: arms[name] for key, name in config.NAMES.items() if name in arms
   }
   compared = {
     f"H = {heads} against 1": ((0, heads), (0, 1)) for heads in config.HEADS[1:]
   }
   for heads in config.COOL_HEADS:
-    one = f"one head at the temperature of {heads}"
-    compared[f"{one} against 1"] = (1, heads), (0, 1)
-    compared[f"H = {heads} against {one}"] = (0, heads), (1, heads)
+    cool = f"one head at the temperature of {heads}"
+    compared[f"{cool} against 1"] = (1, heads), (0, 1)
+    compared[f"H = {heads} against {cool}"] = (0, heads), (1, heads)
   # Of each start of queries: H heads, and one at the temperature of H.
   starts = (config.ZERO, config.COOL), (config.RANDOM, config.COOL_RANDOM)
   by_start = [
@@ -33,12 +33,12 @@ def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
       label,
       *(
         _difference(
-          losses.get((series[i], own)), losses.get((series[j], other)), spread
+          losses.get((series[i], ours)), losses.get((series[j], other)), spread
         )
         for series in starts
       ),
     ]
-    for label, ((i, own), (j, other)) in compared.items()
+    for label, ((i, ours), (j, other)) in compared.items()
   ]
   random, zero = (
     {heads: losses.get((series, heads), {}) for heads in config.HEADS}
@@ -60,13 +60,13 @@ def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _difference(
-  own: Mapping[int, float] | None,
+  arm: Mapping[int, float] | None,
   other: Mapping[int, float] | None,
   spread: pairs.Spread | None,
 ) -> str:
-  """`own` minus `other`; empty without pairs."""
-  found = pairs.difference(own or {}, other or {}, spread)
-  return page.difference(found) if found.by_seed else ""
+  """`arm` minus `other`; empty without pairs."""
+  apart = pairs.difference(arm or {}, other or {}, spread)
+  return page.difference(apart) if apart.by_seed else ""
 
 
 def _mean(losses: Any) -> dict[int, float]:
@@ -74,5 +74,5 @@ def _mean(losses: Any) -> dict[int, float]:
   several = list(losses)
   seeds = sorted(set.intersection(*map(set, several)))
   return {
-    seed: statistics.fmean(one[seed] for one in several) for seed in seeds
+    seed: statistics.fmean(arm[seed] for arm in several) for seed in seeds
   }

@@ -38,13 +38,13 @@ class Contrast(NamedTuple):
 
 def mean_losses(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
   """Mean validation losses in nats per token, by arm and by rate."""
-  found: dict[str, dict[float, list[float]]] = {}
+  losses: dict[str, dict[float, list[float]]] = {}
   for row in rows:
-    own = found.setdefault(row["arm"], {})
-    own.setdefault(float(row["rate"]), []).append(fit_lib.loss_of(row))
+    by_rate = losses.setdefault(row["arm"], {})
+    by_rate.setdefault(float(row["rate"]), []).append(fit_lib.loss_of(row))
   return {
-    arm: {rate: statistics.fmean(own[rate]) for rate in sorted(own)}
-    for arm, own in found.items()
+    arm: {rate: statistics.fmean(by_rate[rate]) for rate in sorted(by_rate)}
+    for arm, by_rate in losses.items()
   }
 
 
@@ -58,20 +58,20 @@ def contrasts(
     column: with the losses.
   """
   losses = pairs.losses(rows, "arm", column)
-  found, tests = {}, []
-  for one, other in config.CONTRASTS:
-    seeds = sorted(losses.get(one, {}).keys() & losses.get(other, {}).keys())
+  by_arms, tests = {}, []
+  for arm, other in config.CONTRASTS:
+    seeds = sorted(losses.get(arm, {}).keys() & losses.get(other, {}).keys())
     if len(seeds) > 1:
-      apart = [losses[one][seed] - losses[other][seed] for seed in seeds]
+      apart = [losses[arm][seed] - losses[other][seed] for seed in seeds]
       test = stats.ttest_1samp(apart, 0.0)
       low, high = test.confidence_interval(1 - ERROR)
       mean = statistics.fmean(apart)
-      found[one, other] = Contrast(mean, (high - low) / 2, 1.0, len(seeds))
+      by_arms[arm, other] = Contrast(mean, (high - low) / 2, 1.0, len(seeds))
       tests.append(test.pvalue)
   adjusted = holm(tests)
   return {
     names: contrast._replace(p=p)
-    for (names, contrast), p in zip(found.items(), adjusted, strict=True)
+    for (names, contrast), p in zip(by_arms.items(), adjusted, strict=True)
   }
 
 
@@ -100,11 +100,11 @@ def rates(rows: Sequence[Row]) -> str:
 
 def results(rows: Sequence[Row]) -> str:
   """A table of the contrasts."""
-  found = contrasts(rows)
-  if not found:
+  compared = contrasts(rows)
+  if not compared:
     return "Not run yet."
   lines = []
-  for names, contrast in found.items():
+  for names, contrast in compared.items():
     outcome = "not rejected"
     if contrast.p < ERROR:
       outcome = "gains" if contrast.difference < 0 else "harms"
@@ -126,10 +126,10 @@ def course(rows: Sequence[Row]) -> str:
   # Rows of a sweep have the loss at the end only.
   places = [place for place in config.PLACES if f"loss_{place}" in rows[0]]
   columns = [*(f"loss_{place}" for place in places), "validation_loss"]
-  found = [contrasts(rows, column) for column in columns]
+  compared = [contrasts(rows, column) for column in columns]
   lines = [
-    [_label(names), *(_interval(own[names]) for own in found)]
-    for names in found[-1]
+    [_label(names), *(_interval(of_column[names]) for of_column in compared)]
+    for names in compared[-1]
   ]
   words = (place.replace("_", " ") for place in places)
   return page.Table(["contrast", *words, "end"], lines).markdown()
@@ -137,8 +137,8 @@ def course(rows: Sequence[Row]) -> str:
 
 def gain(rows: Sequence[Row]) -> str:
   """For the README of the repository: what depth attention buys."""
-  found = contrasts(rows)
-  block, full = found["block", "prenorm"], found["full", "prenorm"]
+  compared = contrasts(rows)
+  block, full = compared["block", "prenorm"], compared["full", "prenorm"]
   tokens = int(rows[0]["tokens"])
   sentences = [
     "**What it buys.** In the paper, PreNorm needs 1.25 times the compute of"

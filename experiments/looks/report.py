@@ -39,12 +39,12 @@ Row = Mapping[str, Any]
 
 def of_series(rows: Sequence[Row], series: str) -> dict[str, dict[int, Any]]:
   """The values of one series, by variant and seed."""
-  found: dict[str, dict[int, Any]] = {}
+  by_variant: dict[str, dict[int, Any]] = {}
   for row in rows:
     if row["series"] == series:
       values = json.loads(row["values"])
-      found.setdefault(row["variant"], {})[int(row["seed"])] = values
-  return {name: found[name] for name in VARIANTS if name in found}
+      by_variant.setdefault(row["variant"], {})[int(row["seed"])] = values
+  return {name: by_variant[name] for name in VARIANTS if name in by_variant}
 
 
 def label(variant: str) -> str:
@@ -66,13 +66,13 @@ def _spread(values: Sequence[float], digits: int = 2) -> str:
 
 def _with_origin(table: str, rows: Sequence[Row], *series: str) -> str:
   """A table, and the seeds and the origin of its rows."""
-  own = [row for row in rows if row["series"] in series]
+  used = [row for row in rows if row["series"] in series]
   seeds = {
     label(name): ", ".join(map(str, sorted(by_seed)))
-    for name, by_seed in of_series(own, series[0]).items()
+    for name, by_seed in of_series(used, series[0]).items()
   }
-  text = "; ".join(f"{name} {one}" for name, one in seeds.items())
-  return f"{table}\n\nSeeds: {text}. {readme.origin(own)}"
+  text = "; ".join(f"{name} {seen}" for name, seen in seeds.items())
+  return f"{table}\n\nSeeds: {text}. {readme.origin(used)}"
 
 
 def magnitudes(rows: Sequence[Row]) -> str:
@@ -84,8 +84,8 @@ def magnitudes(rows: Sequence[Row]) -> str:
   ):
     for variant in of_series(rows, "state_rms"):
       cells = [
-        _spread([ratio(x) for x in of_series(rows, one)[variant].values()])
-        for one in MAGNITUDES
+        _spread([ratio(x) for x in of_series(rows, size)[variant].values()])
+        for size in MAGNITUDES
       ]
       lines.append([f"{label(variant)}, {words}", *cells])
   table = readme.table(["", *MAGNITUDES.values()], lines)
@@ -106,41 +106,41 @@ class Reads(NamedTuple):
   @classmethod
   def of(cls, weights: Any, entropies: Any) -> "Reads":
     """From the values of two series; absent sources are None."""
-    found = cls([], [])
+    reads = cls([], [])
     for cells, entropy in zip(weights, entropies, strict=True):
-      own = np.asarray([x for x in cells if x is not None])
-      if len(own) > 2:
-        found.weights.append(own)
-        found.entropies.append(entropy)
-    return found
+      row = np.asarray([x for x in cells if x is not None])
+      if len(row) > 2:
+        reads.weights.append(row)
+        reads.entropies.append(entropy)
+    return reads
 
 
-def newest(found: Reads) -> float:
+def newest(reads: Reads) -> float:
   """Weight of the newest source, relative to an even one."""
-  return float(np.mean([own[-1] * len(own) for own in found.weights]))
+  return float(np.mean([w[-1] * len(w) for w in reads.weights]))
 
 
-def newest_is_largest(found: Reads) -> float:
+def newest_is_largest(reads: Reads) -> float:
   """Share of reads whose newest source has the largest weight."""
-  return float(np.mean([own.argmax() == len(own) - 1 for own in found.weights]))
+  return float(np.mean([w.argmax() == len(w) - 1 for w in reads.weights]))
 
 
-def embedding(found: Reads) -> float:
+def embedding(reads: Reads) -> float:
   """Weight of the embedding, relative to an even one."""
-  return float(np.mean([own[0] * len(own) for own in found.weights]))
+  return float(np.mean([w[0] * len(w) for w in reads.weights]))
 
 
-def evenness(found: Reads) -> float:
+def evenness(reads: Reads) -> float:
   """Mean entropy of a token's weights over that of even ones."""
-  lengths = [len(own) for own in found.weights]
-  return float(np.mean(np.asarray(found.entropies) / np.log(lengths)))
+  lengths = [len(w) for w in reads.weights]
+  return float(np.mean(np.asarray(reads.entropies) / np.log(lengths)))
 
 
-def skips(found: Reads) -> float:
+def skips(reads: Reads) -> float:
   """Share of sources, without the embedding and the two newest, that are read
   with `_SKIP` times an even weight.
   """
-  far = [own[1:-2] * len(own) > _SKIP for own in found.weights]
+  far = [w[1:-2] * len(w) > _SKIP for w in reads.weights]
   every = np.concatenate(far)
   return float(every.mean()) if len(every) else float("nan")
 
@@ -162,19 +162,19 @@ def patterns(rows: Sequence[Row]) -> str:
       weights, entropies = (
         of_series(rows, name)[variant] for name in (kind, f"{kind}_entropy")
       )
-      own = [Reads.of(weights[seed], entropies[seed]) for seed in weights]
-      columns[f"{label(variant)}, {words}"] = own
+      reads = [Reads.of(weights[seed], entropies[seed]) for seed in weights]
+      columns[f"{label(variant)}, {words}"] = reads
   lines = [
-    [words, *(_spread(list(map(number, own))) for own in columns.values())]
+    [words, *(_spread(list(map(number, reads))) for reads in columns.values())]
     for words, number in OBSERVATIONS.items()
   ]
   removals = []
-  for variant, found in _removed(rows).items():
+  for variant, by_seed in _removed(rows).items():
     removals.append([
       label(variant),
-      _spread([stats.spearmanr(*one).statistic for one in found]),
-      _spread([_share_of_top(*one) for one in found]),
-      _spread([float(np.max(cost)) for _, cost in found], 3),
+      _spread([stats.spearmanr(*x).statistic for x in by_seed]),
+      _spread([_share_of_top(*x) for x in by_seed]),
+      _spread([float(np.max(cost)) for _, cost in by_seed], 3),
     ])  # fmt: skip
   header = (
     "removal of one source from one read", "rank correlation with its weight",
@@ -198,8 +198,8 @@ def _removed(rows: Sequence[Row]) -> dict[str, list[Any]]:
     of_series(rows, name) for name in ("importance", "read_weights")
   )
   return {
-    name: [removed(cost, weights[name][seed]) for seed, cost in own.items()]
-    for name, own in costs.items()
+    name: [removed(cost, weights[name][seed]) for seed, cost in by_seed.items()]
+    for name, by_seed in costs.items()
   }
 
 
@@ -211,11 +211,11 @@ def _share_of_top(weight: np.ndarray, cost: np.ndarray) -> float:
 def matrices(rows: Sequence[Row]) -> str:
   """Means over seeds of what describes a mixing matrix."""
   lines, ranks = [], of_series(rows, "rank")
-  for variant, found in of_series(rows, "matrix").items():
-    measured = [numbers(np.asarray(one)) for one in found.values()]
+  for variant, by_seed in of_series(rows, "matrix").items():
+    measured = [numbers(np.asarray(matrix)) for matrix in by_seed.values()]
     cells = [f"{x:.2f}" for x in np.mean(measured, axis=0)]
     rank = " or ".join(map(str, sorted(set(ranks[variant].values()))))
-    lines.append([label(variant), *cells, rank, str(len(found))])
+    lines.append([label(variant), *cells, rank, str(len(by_seed))])
   header = (
     "residual", "share of the newest", "share of the embedding", "reach",
     "overlap with an even mixture", "rank", "networks",
@@ -272,8 +272,8 @@ def draw_importance(rows: Sequence[Row]) -> figure_lib.Figure:
   """What removing a source from a read costs, over its weight."""
   shape = figure_lib.Figure(figsize=(7.4, 3.6), layout="constrained")
   axes = shape.subplots()
-  for variant, found in _removed(rows).items():
-    for index, (weight, cost) in enumerate(found):
+  for variant, removals in _removed(rows).items():
+    for index, (weight, cost) in enumerate(removals):
       axes.plot(
         weight, np.maximum(cost, 1e-5), ".", color=_style(variant)["color"],
         alpha=0.5, markersize=4, label=None if index else label(variant),
@@ -289,8 +289,8 @@ def draw_importance(rows: Sequence[Row]) -> figure_lib.Figure:
 def draw_matrices(rows: Sequence[Row]) -> figure_lib.Figure:
   """A matrix per variant, of its first seed."""
   first = {
-    label(variant): np.asarray(next(iter(found.values())))
-    for variant, found in of_series(rows, "matrix").items()
+    label(variant): np.asarray(next(iter(by_seed.values())))
+    for variant, by_seed in of_series(rows, "matrix").items()
   }
   return plots.mixing_matrices(first, columns=4)
 

@@ -80,12 +80,12 @@ def finished(
   Runs with another rate or budget than the variant's own are left out.
   """
   folder = epath.Path(folder)
-  found = sorted(
+  runs = sorted(
     (variants.index(run.overrides["variant"]), run.overrides["seed"], run.name)
     for run in folder_lib.read(folder)
     if set(run.overrides) == _SEEDS and run.overrides["variant"] in variants
   )
-  for index, seed, name in found:
+  for index, seed, name in runs:
     if state_lib.read(folder / name).status == state_lib.DONE:
       yield variants[index], seed, folder / name
 
@@ -108,34 +108,34 @@ def load(variant: str, seed: int, folder: epath.PathLike) -> Network:
 
 def measure(network: Network) -> Series:
   """All series of a network."""
-  found = matrices(network)
+  series = matrices(network)
   if network.variant in report.SIZES:
-    found |= dynamics(network)
+    series |= dynamics(network)
   if network.variant in report.READERS:
-    found |= patterns(network)
-  return found
+    series |= patterns(network)
+  return series
 
 
 def matrices(network: Network) -> Series:
   """The matrix, averaged over tokens, and the rank of one token's."""
   inputs_BT = network.tokens_BT[:, :-1]
-  one = analysis.mixing_matrix(network.model, inputs_BT[:1, :1], channel=0)
+  matrix = analysis.mixing_matrix(network.model, inputs_BT[:1, :1], channel=0)
   return {
-    "rank": analysis.semiseparable_rank(one, _TOLERANCE),
-    "matrix": _rounded(analysis.mixing_matrix(network.model, inputs_BT), 4),
+    "rank": analysis.semiseparable_rank(matrix, _TOLERANCE),
+    "matrix": _digits(analysis.mixing_matrix(network.model, inputs_BT), 4),
   }
 
 
 def dynamics(network: Network) -> Series:
   """Magnitudes along depth."""
-  found = [
+  measured = [
     dataclasses.asdict(analysis.magnitudes(network.model, batch))
     for batch in np.array_split(
       network.tokens_BT, max(1, len(network.tokens_BT) // _BATCH)
     )
   ]
   means = {
-    name: np.mean(np.asarray([one[name] for one in found]), axis=0)
+    name: np.mean(np.asarray([m[name] for m in measured]), axis=0)
     for name in report.MAGNITUDES
   }
   return {
@@ -148,23 +148,23 @@ def patterns(network: Network) -> Series:
   weights = analysis.depth_weights(network.model, network.tokens_BT[:, :-1])
   removal = analysis.source_removal(network.model, network.tokens_BT)
   return {
-    **{name: _rounded(getattr(weights, name), 5) for name in _WEIGHTS},
+    **{name: _digits(getattr(weights, name), 5) for name in _WEIGHTS},
     "columns": weights.columns,
     "output_columns": weights.output_columns,
-    "importance": _rounded(removal.importance, 6),
-    "read_weights": _rounded(removal.weights, 6),
+    "importance": _digits(removal.importance, 6),
+    "read_weights": _digits(removal.weights, 6),
   }
 
 
-def _rounded(values: Any, digits: int) -> Any:
+def _digits(values: Any, digits: int) -> Any:
   return np.round(np.asarray(values, np.float64), digits).tolist()
 
 
 def rows_of(network: Network, origin: dict[str, str]) -> list[dict[str, Any]]:
   """A row per series; NaN becomes null, as JSON has no other name for it."""
-  own = {"variant": network.variant, "seed": network.seed}
+  identity = {"variant": network.variant, "seed": network.seed}
   return [
-    own | {"series": name, "values": _json(values)} | origin
+    identity | {"series": name, "values": _json(values)} | origin
     for name, values in measure(network).items()
   ]
 
@@ -189,15 +189,15 @@ def _main(options: argparse.Namespace) -> None:
       f"--runs: got {options.runs!r}, expected the folder of a sweep with a"
       f" finished run of {', '.join(report.VARIANTS)}"
     )
-  found: dict[tuple[str, int], list[Any]] = {}
+  by_network: dict[tuple[str, int], list[Any]] = {}
   for row in PUBLISHED.read():
-    found.setdefault((row["variant"], int(row["seed"])), []).append(row)
+    by_network.setdefault((row["variant"], int(row["seed"])), []).append(row)
   origin = environment.facts()
-  for one in tqdm.tqdm(runs, unit="network", file=sys.stderr):
-    found[one[:2]] = rows_of(load(*one), origin)
+  for network in tqdm.tqdm(runs, unit="network", file=sys.stderr):
+    by_network[network[:2]] = rows_of(load(*network), origin)
     place = report.VARIANTS.index
-    order = sorted(found, key=lambda key: (place(key[0]), key[1]))
-    rows = [row for key in order for row in found[key]]
+    order = sorted(by_network, key=lambda key: (place(key[0]), key[1]))
+    rows = [row for key in order for row in by_network[key]]
     csv_rows.write(_FOLDER / "results.csv", rows)
   publish.publish(PUBLISHED)
 

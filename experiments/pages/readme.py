@@ -64,8 +64,8 @@ class Published(NamedTuple):
       path = self.folder / place.document
       text = texts.get(path) or path.read_text(encoding="utf-8")
       rows = self.read(place.rows)
-      known = rows or not place.rows
-      texts[path] = fill(text, place.name, place.make(rows)) if known else text
+      fills = rows or not place.rows
+      texts[path] = fill(text, place.name, place.make(rows)) if fills else text
     return texts
 
 
@@ -98,8 +98,8 @@ def origin(rows: Rows) -> str:
   """Where rows come from: all machines, versions and commits, a sentence."""
 
   def each(column: str) -> str:
-    known = (str(row.get(column) or "") for row in rows)
-    return ", ".join(filter(None, dict.fromkeys(known)))
+    cells = (str(row.get(column) or "") for row in rows)
+    return ", ".join(filter(None, dict.fromkeys(cells)))
 
   named = (
     ("hardware", ""), ("python", "Python "), ("jax", "jax "),

@@ -81,14 +81,14 @@ def with_shared(study: Study, rows: Sequence[Row]) -> list[Row]:
   other = _read(f"{study.shares.name}/results.csv")
   if not _protocols(rows) & _protocols(other):
     return list(rows)
-  known = {row["run"] for row in rows}
+  names_here = {row["run"] for row in rows}
   names = set(study.shared)
   return [
     *rows,
     *(
       row
       for row in other
-      if row["variant"] in names and row["run"] not in known
+      if row["variant"] in names and row["run"] not in names_here
     ),
   ]
 
@@ -102,7 +102,7 @@ def results(study: Study, rows: Sequence[Row]) -> str:
     table(study, every),
     twice(study, every),
   ]
-  parts = [one.markdown() for one in tables if one and one.rows]
+  parts = [t.markdown() for t in tables if t and t.rows]
   if spread is not None:
     parts.append(protocol(spread))
   return "\n\n".join([*parts, sweep.origin(every)])
@@ -136,16 +136,16 @@ def spread_of(rows: Sequence[Row], study: Study) -> pairs.Spread | None:
   All committed rows of the laptop's protocol count if the rows are of it, so
   that the same pairs have the same interval on every page.
   """
-  found = at_own_settings(with_shared(study, rows))
-  known = _protocols(found)
+  used = at_own_settings(with_shared(study, rows))
+  protocols = _protocols(used)
   committed = (
     row
     for path in _LAPTOP
     for row in at_own_settings(_read(path))
-    if _protocols([row]) <= known
+    if _protocols([row]) <= protocols
   )
   # A run that was trained again, perhaps under another name, counts once.
-  runs = {(r["variant"], int(r["seed"])): r for r in (*committed, *found)}
+  runs = {(r["variant"], int(r["seed"])): r for r in (*committed, *used)}
   losses = pairs.losses([*runs.values()], "variant")
   return pairs.pooled(losses, BASELINE, CONTROL)
 
@@ -168,8 +168,8 @@ def _read(path: str) -> list[dict[str, str]]:
 
 def table(study: Study, rows: Sequence[Row]) -> page.Table:
   """A line per variant that has a pair, and the baseline."""
-  found = pairs.losses(at_own_settings(rows), "variant")
-  apart = pairs.differences(found, BASELINE, CONTROL, spread_of(rows, study))
+  losses = pairs.losses(at_own_settings(rows), "variant")
+  apart = pairs.differences(losses, BASELINE, CONTROL, spread_of(rows, study))
   published = any(
     variant.published is not None
     for name, variant in study.variants.items()
@@ -177,18 +177,18 @@ def table(study: Study, rows: Sequence[Row]) -> page.Table:
   )
   lines = []
   for name, variant in study.variants.items():
-    if name not in found or (name != BASELINE and name not in apart):
+    if name not in losses or (name != BASELINE and name not in apart):
       continue
-    loss = f"{statistics.fmean(found[name].values()):.4f}"
+    loss = f"{statistics.fmean(losses[name].values()):.4f}"
     line = [variant.label, *([_published(study, name)] if published else [])]
     if name == BASELINE:
-      lines.append([*line, loss, "", str(len(found[name])), ""])
+      lines.append([*line, loss, "", str(len(losses[name])), ""])
       continue
-    own = apart[name]
+    difference = apart[name]
     lines.append(
       [
-        *line, loss, page.difference(own), str(len(own.by_seed)),
-        _speedup(rows, name, own.spread),
+        *line, loss, page.difference(difference), str(len(difference.by_seed)),
+        _speedup(rows, name, difference.spread),
       ]
     )  # fmt: skip
   header = (
@@ -203,14 +203,14 @@ def rates(rows: Sequence[Row]) -> page.Table:
   tried: dict[float, dict[int, float]] = {}
   for row in rows:
     if row["variant"] == BASELINE and not row.get(_BUDGET):
-      own = tried.setdefault(float(row["peak_lr"]), {})
-      own[int(row["seed"])] = fit_lib.loss_of(row)
+      arm = tried.setdefault(float(row["peak_lr"]), {})
+      arm[int(row["seed"])] = fit_lib.loss_of(row)
   if len(tried) < 2:
     return page.Table((), ())
-  common = sorted(set.intersection(*(set(own) for own in tried.values())))
+  common = sorted(set.intersection(*(set(arm) for arm in tried.values())))
   lines = [
-    [f"{rate:g}", *(f"{own[seed]:.4f}" for seed in common)]
-    for rate, own in sorted(tried.items())
+    [f"{rate:g}", *(f"{arm[seed]:.4f}" for seed in common)]
+    for rate, arm in sorted(tried.items())
   ]
   header = ["rate under PreNorm", *(f"seed {seed}" for seed in common)]
   return page.Table(header, lines)
@@ -226,11 +226,11 @@ def twice(study: Study, rows: Sequence[Row]) -> page.Table:
   ]
   lines = []
   for name in study.longer:
-    found = [one[name].by_seed for one in both if name in one]
-    seeds = set.intersection(*map(set, found)) if len(found) == 2 else set()
+    pair = [apart[name].by_seed for apart in both if name in apart]
+    seeds = set.intersection(*map(set, pair)) if len(pair) == 2 else set()
     if not seeds:
       continue
-    means = [statistics.fmean(own[seed] for seed in seeds) for own in found]
+    means = [statistics.fmean(arm[seed] for seed in seeds) for arm in pair]
     label = study.variants[name].label
     lines.append([label, *map(page.signed, means), str(len(seeds))])
   header = ("residual", "difference", "with twice the steps", "pairs")
@@ -259,24 +259,24 @@ def forest(
   axes = shape.subplots()
   seen = [0.0]
   for height, name in enumerate(names):
-    variant, own = study.variants[name], apart[name]
-    if own.mean > pairs.FAILED:  # Would leave no room for the others.
+    variant, gap = study.variants[name], apart[name]
+    if gap.mean > pairs.FAILED:  # Would leave no room for the others.
       axes.annotate(
-        f"failed: {page.signed(own.mean, 2)} \N{RIGHTWARDS ARROW}",
+        f"failed: {page.signed(gap.mean, 2)} \N{RIGHTWARDS ARROW}",
         (1.0, height), xycoords=("axes fraction", "data"), ha="right",
         va="center", fontsize=8, color="grey",
       )  # fmt: skip
       continue
     look = figures.look_of(variant.residual)
-    values = list(own.by_seed.values())
-    length = min(own.margin or 0.0, pairs.FAILED / 2)
-    seen += [*values, own.mean - length, own.mean + length]
+    values = list(gap.by_seed.values())
+    length = min(gap.margin or 0.0, pairs.FAILED / 2)
+    seen += [*values, gap.mean - length, gap.mean + length]
     axes.plot(
       values, np.full(len(values), height), ".", color=look.colour, alpha=0.5,
       label="a pair of runs",
     )  # fmt: skip
     axes.errorbar(
-      own.mean, height, xerr=own.margin, fmt=look.marker, color=look.colour,
+      gap.mean, height, xerr=gap.margin, fmt=look.marker, color=look.colour,
       capsize=4, label="mean and 90 % interval",
     )  # fmt: skip
     if variant.published is not None:
@@ -327,12 +327,12 @@ def more_steps(study: Study, rows: Sequence[Row]) -> page.Html:
   """A sentence per variant that attends over depth, where its gain is known."""
   sentences, spread = [], spread_of(rows, study)
   for name, variant in study.variants.items():
-    found = speedup(rows, name, spread, "tokens")
-    if found is None or variant.residual in (BASELINE, "rescaled"):
+    estimate = speedup(rows, name, spread, "tokens")
+    if estimate is None or variant.residual in (BASELINE, "rescaled"):
       continue
     value, low, high = (
       "no bound" if end is None or math.isinf(end) else f"{end - 1:.0%}"
-      for end in found
+      for end in estimate
     )
     sentences.append(
       f"PreNorm needs **{value}** more steps to reach the loss of"
@@ -374,10 +374,10 @@ def speedup(
 def _speedup(
   rows: Sequence[Row], name: str, spread: pairs.Spread | None
 ) -> str:
-  found = speedup(rows, name, spread)
-  if found is None:
+  estimate = speedup(rows, name, spread)
+  if estimate is None:
     return ""
-  return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+  return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
 
 
 def _runs(rows: Sequence[Row], counted: str) -> fit_lib.Runs:

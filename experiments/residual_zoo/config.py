@@ -13,9 +13,9 @@ NAMES = {name: _SHARED.get(name, name) for name in residuals.RESIDUALS}
 
 
 def _variant(name: str) -> variants.Variant:
-  known = ablations.STUDY.variants.get(NAMES[name])
-  own = variants.Variant(figures.name_of(name), name)
-  return known.labelled(own.label) if known else own
+  ablated = ablations.STUDY.variants.get(NAMES[name])
+  variant = variants.Variant(figures.name_of(name), name)
+  return ablated.labelled(variant.label) if ablated else variant
 
 
 STUDY = variants.Study(

@@ -56,14 +56,14 @@ def losses(rows: Sequence[Row]) -> str:
     config.NAMES[row["arm"]]: f"{float(row['cpu_ratio']):.2f}" for row in timed
   }
   lines = []
-  found = variants.table(config.STUDY, every)
-  names = {one.label: name for name, one in config.STUDY.variants.items()}
-  for label, _, *rest in found.rows:
+  zoo = variants.table(config.STUDY, every)
+  names = {v.label: name for name, v in config.STUDY.variants.items()}
+  for label, _, *rest in zoo.rows:
     name = names[str(label)]
     step_bytes = memory.get(name)
     needed = f"{step_bytes / 1e6:.0f} MB" if step_bytes else ""
     lines.append([label, *rest, needed, times.get(name, "")])
-  header = (*found.header[:1], *found.header[2:], "memory of a step", "time")
+  header = (*zoo.header[:1], *zoo.header[2:], "memory of a step", "time")
   tables = [page.Table(header, lines), variants.twice(config.STUDY, every)]
   parts = [table.markdown() for table in tables if table.rows]
   origin = f"{sweep.origin(every)} Times: {readme.origin(timed)}"

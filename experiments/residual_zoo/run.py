@@ -105,9 +105,9 @@ def facts(name: str) -> dict[str, Any]:
 def _source(scheme: type[residuals.Residual]) -> str:
   """The first arXiv number in the docstring of the class or of its file."""
   for text in (scheme.__doc__, inspect.getmodule(scheme).__doc__):
-    found = re.search(r"arXiv:(\d{4}\.\d{5})", text or "")
-    if found:
-      return found[1]
+    match = re.search(r"arXiv:(\d{4}\.\d{5})", text or "")
+    if match:
+      return match[1]
   return ""
 
 
@@ -196,17 +196,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> None:
-  wanted = list(residuals.RESIDUALS)
+  names = list(residuals.RESIDUALS)
   if options.schemes is not None:
-    wanted = options.schemes.split(",")
-  for name in wanted:
+    names = options.schemes.split(",")
+  for name in names:
     errors.check_in("--schemes", name, residuals.RESIDUALS)
-  known = {row["scheme"]: row for row in PUBLISHED.read()}
+  table = {row["scheme"]: row for row in PUBLISHED.read()}
   origin = environment.facts()
-  for name in tqdm.tqdm(wanted, unit="scheme"):
-    known[name] = facts(name) | origin
+  for name in tqdm.tqdm(names, unit="scheme"):
+    table[name] = facts(name) | origin
     # After each, so that an interrupted run loses nothing.
-    rows = [known[name] for name in residuals.RESIDUALS if name in known]
+    rows = [table[name] for name in residuals.RESIDUALS if name in table]
     csv_rows.write(_RESULTS, rows)
   publish.publish(PUBLISHED)
 

@@ -28,21 +28,21 @@ _SIZES = tuple(size.name for size in paper.TABLE_2)
 
 def table(rows: Sequence[Row]) -> str:
   """Chip-hours of each size, a line per slice and scheme."""
-  found = _of_table_2(rows)
-  slices = dict.fromkeys(row["slice"] for row in found.values())
+  plans = _of_table_2(rows)
+  slices = dict.fromkeys(row["slice"] for row in plans.values())
   lines = []
   for slice_name in slices:
     for scheme in scaling.SCHEMES:
-      known = [found.get((slice_name, size, scheme)) for size in _SIZES]
-      hours = [int(row["chip_hours"]) if row else None for row in known]
-      cells = ["" if one is None else f"{one:,}" for one in hours]
+      listed = [plans.get((slice_name, size, scheme)) for size in _SIZES]
+      hours = [int(row["chip_hours"]) if row else None for row in listed]
+      cells = ["" if hour is None else f"{hour:,}" for hour in hours]
       total = "" if None in hours else f"{sum(filter(None, hours)):,}"
       label = residuals.RESIDUALS[scheme].style.label
       lines.append([slice_name, label, *cells, total])
   header = "slice", "scheme", *_SIZES, "all five"
-  known = list(found.values())
-  origin = f"Compiled up to the schedule, not run: {readme_lib.origin(known)}"
-  parts = [readme_lib.table(header, lines), _bound(known), origin]
+  listed = list(plans.values())
+  origin = f"Compiled up to the schedule, not run: {readme_lib.origin(listed)}"
+  parts = [readme_lib.table(header, lines), _bound(listed), origin]
   return "\n\n".join(parts)
 
 
@@ -54,14 +54,14 @@ def bought(rows: Sequence[Row]) -> str:
   prices = []
   for scale, text in _TEXT.items():
     runs = grid.load(f"configs/scaling.py:scale={scale},planned", text)
-    prices += [(scale, runs, one) for one in budget.prices(runs, rows)]
+    prices += [(scale, runs, p) for p in budget.prices(runs, rows)]
   lines, listed = [], set()
   for most in _BUDGETS:
     for scale, runs, price in prices:
       sizes = {name.partition("-")[0] for name in price.missing}
       hours = {
-        name: one
-        for name, one in price.hours.items()
+        name: needed
+        for name, needed in price.hours.items()
         if name.partition("-")[0] not in sizes
       }
       pattern, total = budget.fitting(
@@ -71,10 +71,10 @@ def bought(rows: Sequence[Row]) -> str:
         continue
       listed.add((price.slice_name, pattern))
       chosen = grid.select(runs, pattern)
-      found = dict.fromkeys(run.overrides["size"].upper() for run in chosen)
+      names = dict.fromkeys(run.overrides["size"].upper() for run in chosen)
       tokens = budget.tokens(chosen) / 1e9
       lines.append([
-        f"{most:,}", price.slice_name, scale, ", ".join(found),
+        f"{most:,}", price.slice_name, scale, ", ".join(names),
         str(len(chosen)), f"{tokens:.1f}", f"{total:,.0f}",
       ])  # fmt: skip
   header = (
@@ -88,22 +88,22 @@ def _of_table_2(
   rows: Sequence[Row],
 ) -> dict[tuple[str, str, str], Row]:
   """By slice, size and scheme."""
-  found = {}
+  plans = {}
   for row in rows:
     match = re.match(r"(\d+m)-(\w+)-seed", row["config"])
     if match and (size := match[1].upper()) in _SIZES:
-      found[row["slice"], size, match[2]] = row
-  return found
+      plans[row["slice"], size, match[2]] = row
+  return plans
 
 
 def _bound(rows: Sequence[Row]) -> str:
   """How far steps are from their compute, a sentence per slice."""
   times: dict[str, list[float]] = {}
   for row in rows:
-    own = times.setdefault(row["slice"], [])
-    own.append(float(row["step_seconds"]) / float(row["compute_seconds"]))
+    ratios = times.setdefault(row["slice"], [])
+    ratios.append(float(row["step_seconds"]) / float(row["compute_seconds"]))
   return " ".join(
-    f"On {name}, a step takes {min(own):.2f} to {max(own):.2f} times its"
+    f"On {name}, a step takes {min(ratios):.2f} to {max(ratios):.2f} times its"
     " compute."
-    for name, own in times.items()
+    for name, ratios in times.items()
   )

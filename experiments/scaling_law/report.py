@@ -44,7 +44,7 @@ _TwoEstimates = tuple[fit_lib.Estimate | None, fit_lib.Estimate | None]
 
 def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
   """The page of a sweep over sizes and schemes, or over learning rates."""
-  if any(one.run and _RATE in one.run.overrides for one in progress):
+  if any(run.run and _RATE in run.run.overrides for run in progress):
     return sweep_page.render(folder, progress, "Learning rates", _rates)
   return sweep_page.render(folder, progress, "Loss over compute", _answer)
 
@@ -62,7 +62,7 @@ def results(rows: Sequence[Row]) -> str:
 
 def learning_rates(rows: Sequence[Row]) -> str:
   """For the README: every rate; losses and laws at the best ones."""
-  tables = (one.markdown() for one in _rate_tables(rows))
+  tables = (table.markdown() for table in _rate_tables(rows))
   return "\n\n".join([*tables, sweep.origin(rows)])
 
 
@@ -81,13 +81,13 @@ def fits(
   Without runs that have diverged, which `_left_out` names.
   """
   runs = {
-    scheme: fit_lib.without_failed(own)[0]
-    for scheme, own in rows_lib.by_scheme(rows, counting).items()
+    scheme: fit_lib.without_failed(arm)[0]
+    for scheme, arm in rows_lib.by_scheme(rows, counting).items()
   }
   enough = {
-    scheme: own
-    for scheme, own in runs.items()
-    if len(set(own.compute.tolist())) > 1
+    scheme: arm
+    for scheme, arm in runs.items()
+    if len(set(arm.compute.tolist())) > 1
   }
   rng = np.random.default_rng(0)
   return runs, fit_lib.fit_schemes(enough, rng, num_samples=_DRAWS)
@@ -96,10 +96,10 @@ def fits(
 def _left_out(rows: Sequence[Row]) -> str:
   """A sentence that names the runs that are in no law."""
   diverged = [
-    f"{figures.name_of(scheme)}, {', '.join(own.size[i])}, seed {own.seed[i]}"
-    f" (loss {own.loss[i]:.3g})"
-    for scheme, own in rows_lib.by_scheme(rows, COUNTING).items()
-    for i in fit_lib.failed(own)
+    f"{figures.name_of(scheme)}, {', '.join(arm.size[i])}, seed {arm.seed[i]}"
+    f" (loss {arm.loss[i]:.3g})"
+    for scheme, arm in rows_lib.by_scheme(rows, COUNTING).items()
+    for i in fit_lib.failed(arm)
   ]
   return f"Diverged, and in no law: {'; '.join(diverged)}." if diverged else ""
 
@@ -184,9 +184,9 @@ def _advantages(
   baseline, and with too few sizes.
   """
   for counting in compute_lib.COUNTINGS:
-    runs, found = fits(rows, counting)
-    baseline = found.get(losses_lib.BASELINE)
-    for scheme, fit in found.items():
+    runs, fitted = fits(rows, counting)
+    baseline = fitted.get(losses_lib.BASELINE)
+    for scheme, fit in fitted.items():
       ratio = speedup = None
       if baseline is not None and scheme != losses_lib.BASELINE:
         largest = float(runs[scheme].compute.max())

@@ -19,15 +19,15 @@ def best(rows: Sequence[Row]) -> dict[Key, tuple[float, dict[int, float]]]:
 
   Rates at which a run diverges do not count.
   """
-  found: dict[Key, dict[float, dict[int, float]]] = {}
+  losses: dict[Key, dict[float, dict[int, float]]] = {}
   for row in rows:
     key = row["readout"], row["student"], float(row["temperature"])
-    own = found.setdefault(key, {}).setdefault(float(row["rate"]), {})
-    own[int(row["seed"])] = float(row["test_loss"])
+    arm = losses.setdefault(key, {}).setdefault(float(row["rate"]), {})
+    arm[int(row["seed"])] = float(row["test_loss"])
   chosen = {}
-  for key, by_rate in found.items():
+  for key, by_rate in losses.items():
     mean = {
-      rate: statistics.fmean(own.values()) for rate, own in by_rate.items()
+      rate: statistics.fmean(arm.values()) for rate, arm in by_rate.items()
     }
     rate = min(
       mean, key=lambda r: mean[r] if math.isfinite(mean[r]) else math.inf
@@ -38,22 +38,22 @@ def best(rows: Sequence[Row]) -> dict[Key, tuple[float, dict[int, float]]]:
 
 def results(rows: Sequence[Row]) -> str:
   """A table per readout: every student at its best rate, and differences."""
-  found = best(rows)
+  chosen = best(rows)
   readouts, students, temperatures = (
-    list(dict.fromkeys(axis)) for axis in zip(*found)
+    list(dict.fromkeys(axis)) for axis in zip(*chosen)
   )
   parts = []
   for readout in readouts:
     lines = []
     for temperature in temperatures:
-      own = {name: found[readout, name, temperature] for name in students}
+      arms = {name: chosen[readout, name, temperature] for name in students}
       cells = [
         f"{statistics.fmean(seeds.values()):.4f} ({min(seeds.values()):.4f} to"
         f" {max(seeds.values()):.4f}, rate {rate:g})"
-        for rate, seeds in own.values()
+        for rate, seeds in arms.values()
       ]
       apart = [
-        page.difference(pairs.difference(own[name][1], own["rescaled"][1]))
+        page.difference(pairs.difference(arms[name][1], arms["rescaled"][1]))
         for name in ("attention", "standard")
       ]
       lines.append([f"{temperature:g}", *cells, *apart])

@@ -46,8 +46,8 @@ def rows(
   temperature_E, rate_E = np.array(grid, np.float32).T
   seed_E = np.full(len(grid), seed)
   start = time.perf_counter()
-  found = toy.train(student, readout, temperature_E, rate_E, seed_E, sizes)
-  columns = {name: np.asarray(loss_E) for name, loss_E in found.items()}
+  losses = toy.train(student, readout, temperature_E, rate_E, seed_E, sizes)
+  columns = {name: np.asarray(loss_E) for name, loss_E in losses.items()}
   seconds = f"{time.perf_counter() - start:.0f}"
   return [
     {
@@ -84,19 +84,19 @@ def _main(options: argparse.Namespace) -> None:
   fields.accept("--seeds", options.seeds, fields.Size)
   out = pathlib.Path(options.out)
   files.check_output("--out", out, ("readout", "student", "seed"))
-  known = csv_rows.read(out) if out.exists() else []
-  done = {(row["readout"], row["student"], int(row["seed"])) for row in known}
+  table = csv_rows.read(out) if out.exists() else []
+  done = {(row["readout"], row["student"], int(row["seed"])) for row in table}
   # Seed by seed, so that part of the runs is already a comparison.
-  wanted = [
+  groups = [
     (readout, student, seed)
     for seed in range(options.seeds)
     for readout in toy.READOUTS
     for student in toy.STUDENTS
   ]
   origin = environment.facts()
-  for one in tqdm.tqdm([w for w in wanted if w not in done], unit="group"):
-    known += [row | origin for row in rows(*one, SIZES)]
-    csv_rows.write(out, known)
+  for group in tqdm.tqdm([w for w in groups if w not in done], unit="group"):
+    table += [row | origin for row in rows(*group, SIZES)]
+    csv_rows.write(out, table)
   if out == _RESULTS:
     publish.publish(PUBLISHED)
 

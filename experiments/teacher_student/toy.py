@@ -77,11 +77,11 @@ def teacher_scores(key: jax.Array, layers: int) -> jax.Array:
 
 def student(name: str, key: jax.Array, sizes: Sizes) -> Parameters:
   """The initial parameters of a student."""
-  own = {
+  depth = {
     "attention": {"query_LD": jnp.zeros((sizes.layers + 1, sizes.width))},
     "static": {"scores_LI": jnp.zeros((sizes.layers + 1, sizes.layers + 1))},
   }
-  return functions(key, sizes) | own.get(name, {})
+  return functions(key, sizes) | depth.get(name, {})
 
 
 def output(
@@ -198,7 +198,7 @@ def train(
     run that has diverged.
   """
 
-  def one(temperature, rate, seed):
+  def train_one(temperature, rate, seed):
     data = task(name, readout, temperature, seed, sizes)
     parts = jnp.arange(sizes.train_rows, len(data.x_BD))
 
@@ -225,4 +225,4 @@ def train(
       "test_loss": loss_of(last, parts),
     }
 
-  return jax.vmap(one)(temperature_E, rate_E, seed_E)
+  return jax.vmap(train_one)(temperature_E, rate_E, seed_E)

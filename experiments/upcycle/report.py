@@ -24,14 +24,14 @@ def results(rows: Sequence[Row]) -> str:
   losses = pairs.losses(rows, "arm")
   apart = pairs.differences(losses, BASELINE)
   starts = {int(row["seed"]): float(row["source_loss"]) for row in rows}
-  found = {"PreNorm, as it was": (starts, "")}
+  of_arm = {"PreNorm, as it was": (starts, "")}
   for arm, label in LABELS.items():
     text = page.difference(apart[arm]) if arm in apart else ""
-    found[label] = losses.get(arm, {}), text
+    of_arm[label] = losses.get(arm, {}), text
   lines = [
-    [label, str(len(own)), f"{statistics.fmean(own.values()):.4f}", text]
-    for label, (own, text) in found.items()
-    if own
+    [label, str(len(seeds)), f"{statistics.fmean(seeds.values()):.4f}", text]
+    for label, (seeds, text) in of_arm.items()
+    if seeds
   ]
   header = "network", "pairs", "loss", "minus PreNorm, trained on"
   minutes = statistics.fmean(float(row["seconds"]) for row in rows) / 60

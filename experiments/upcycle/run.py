@@ -81,15 +81,15 @@ def _main(options: argparse.Namespace) -> None:
   workdir = files.check_folder("--workdir", options.workdir)
   out = pathlib.Path(options.out)
   files.check_output("--out", out, ("arm", "seed"))
-  known = csv_rows.read(out) if out.exists() else []
-  done = {(row["arm"], int(row["seed"])) for row in known}
+  rows = csv_rows.read(out) if out.exists() else []
+  done = {(row["arm"], int(row["seed"])) for row in rows}
   origin = environment.facts()
   # Seed by seed, so that a part of them is already a comparison.
-  wanted = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
+  runs = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
   base = config_lib.load_config(SOURCE, PROTOCOL)
-  for arm, seed in tqdm.tqdm([w for w in wanted if w not in done], unit="run"):
-    known.append(_row(base, arm, seed, pathlib.Path(workdir)) | origin)
-    csv_rows.write(out, known)
+  for arm, seed in tqdm.tqdm([w for w in runs if w not in done], unit="run"):
+    rows.append(_row(base, arm, seed, pathlib.Path(workdir)) | origin)
+    csv_rows.write(out, rows)
     jax.clear_caches()
   if out == _RESULTS:
     publish.publish(PUBLISHED)
@@ -104,15 +104,15 @@ def _row(
   folder = workdir / f"seed{seed}"
   reached = loop.train_and_evaluate(source, folder / "source")
   start = _upcycled(folder, arm)
-  found = loop.train_and_evaluate(_continued(source, arm, start), folder / arm)
+  end = loop.train_and_evaluate(_continued(source, arm, start), folder / arm)
   return {
     "arm": arm,
     "seed": seed,
-    "validation_loss": f"{found['validation_loss']:.6f}",
+    "validation_loss": f"{end['validation_loss']:.6f}",
     "source_loss": f"{reached['validation_loss']:.6f}",
     "source_steps": source.train.steps,
-    "steps": found["step"],
-    "seconds": f"{found['seconds']:.0f}",
+    "steps": end["step"],
+    "seconds": f"{end['seconds']:.0f}",
     "source_seconds": f"{reached['seconds']:.0f}",
   }
 

@@ -29,8 +29,8 @@ def _git(*args):
 
 
 def _has_history():
-  found = _git("rev-parse", "--is-shallow-repository")
-  return found.returncode == 0 and found.stdout.strip() == "false"
+  answer = _git("rev-parse", "--is-shallow-repository")
+  return answer.returncode == 0 and answer.stdout.strip() == "false"
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -45,9 +45,9 @@ def test_rows_say_where_they_come_from(file):
   if _has_history():
     commits = {row["commit"].removesuffix("+") for row in rows}
     missing = [
-      one
-      for one in sorted(commits)
-      if _git("cat-file", "-e", f"{one}^{{commit}}").returncode
+      commit
+      for commit in sorted(commits)
+      if _git("cat-file", "-e", f"{commit}^{{commit}}").returncode
     ]
     assert not missing, f"not in the history: {missing}"
 
@@ -56,12 +56,12 @@ def test_rows_say_where_they_come_from(file):
 def test_documents_name_every_commit_of_their_rows(name):
   # A page may show rows of another experiment.
   folders = ("experiments", "kernels", "docs")
-  pages = (page for one in folders for page in (ROOT / one).rglob("*.md"))
+  pages = (page for folder in folders for page in (ROOT / folder).rglob("*.md"))
   named = "\n".join(page.read_text() for page in pages)
   published = publish.load(name)
   for file in {place.rows for place in published.places}:
     if "/" in file or not file:
       continue
     commits = {row["commit"] for row in published.read(file)}
-    missing = [one for one in sorted(commits) if one not in named]
+    missing = [commit for commit in sorted(commits) if commit not in named]
     assert not missing, f"{file}.csv: no page names {missing}"

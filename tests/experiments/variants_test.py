@@ -20,8 +20,8 @@ from experiments.residual_zoo import report as zoo_report
 from tests import tiers
 
 STUDIES = {
-  one.STUDY.name: one.STUDY
-  for one in (ablations, block_size, demo, depth_heads, residual_zoo)
+  study.STUDY.name: study.STUDY
+  for study in (ablations, block_size, demo, depth_heads, residual_zoo)
 }
 
 
@@ -39,8 +39,8 @@ def _runs(study, arg):
 def test_variants(name, scale):
   spec = f"experiments/{name}/config.py:scale={scale}"
   first = config_lib.to_dict(config_lib.load_config(spec))
-  found = _runs(name, f"scale={scale},seeds=1")
-  for overrides, config in found:
+  runs = _runs(name, f"scale={scale},seeds=1")
+  for overrides, config in runs:
     residuals.abstract_residual(config.with_vocab_size(257).model)
     differing = set(config_lib.differences(first, config_lib.to_dict(config)))
     if overrides["variant"] == variants.CONTROL:
@@ -50,10 +50,10 @@ def test_variants(name, scale):
     elif not {"budget", "optim.peak_lr"} & set(overrides):
       slow = overrides["variant"].startswith("input_query_slow")
       more = {"optim.rates"} if slow else set()
-      own = differing - more
-      assert all("residual" in f or f == "name" for f in own), differing
+      fields = differing - more
+      assert all("residual" in f or f == "name" for f in fields), differing
   trained = {
-    overrides["variant"] for overrides, _ in found if "budget" not in overrides
+    overrides["variant"] for overrides, _ in runs if "budget" not in overrides
   }
   left = set(STUDIES[name].variants) - trained
   study = STUDIES[name]
@@ -73,24 +73,24 @@ def test_what_is_shared_is_the_same_run():
       {"prenorm", "block"} < set(study.shared) < set(ablations.STUDY.variants)
     )
     for variant in study.shared:
-      own, other = (
+      ours, other = (
         grid.collect(
           lambda add, variant=variant: add(variant=variant, seed=3),
           grid.config_resolver(f"experiments/{of}/config.py"),
         )
         for of in (name, "ablations")
       )
-      assert own[0].name == other[0].name
+      assert ours[0].name == other[0].name
 
 
 @pytest.mark.parametrize("scale", ["d768", "paper"])
 def test_planned_runs_leave_their_mesh_to_a_plan(scale):
-  own, other = (
+  plain, other = (
     _runs("block_size", f"scale={scale}{arg}")[0][1] for arg in ("", ",planned")
   )
-  assert other.optim.accumulate_steps == 0 < own.optim.accumulate_steps
-  assert other.mesh == config_lib.MeshConfig() != own.mesh
-  assert plans.config_hash(other) == plans.config_hash(own)
+  assert other.optim.accumulate_steps == 0 < plain.optim.accumulate_steps
+  assert other.mesh == config_lib.MeshConfig() != plain.mesh
+  assert plans.config_hash(other) == plans.config_hash(plain)
 
 
 def test_blocks_of_all_32_sublayers():
@@ -104,11 +104,11 @@ def test_blocks_of_all_32_sublayers():
 
 
 def test_seeds_continue():
-  whole = _runs("ablations", "seeds=2")
+  at_once = _runs("ablations", "seeds=2")
   parts = _runs("ablations", "first=0,seeds=1")
   parts += _runs("ablations", "first=1,seeds=1")
-  assert sorted(map(str, whole)) == sorted(map(str, parts))
-  assert all(c.seed == c.data.seed for _, c in whole)
+  assert sorted(map(str, at_once)) == sorted(map(str, parts))
+  assert all(c.seed == c.data.seed for _, c in at_once)
 
 
 def _rows():
@@ -132,19 +132,19 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
   """Fill the gaps of a study, and nothing else."""
   monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
   study = block_size.STUDY
-  own = [_row("size2", 0, 1.96, 100, "")]
-  assert report.with_shared(study, own) == own
+  rows = [_row("size2", 0, 1.96, 100, "")]
+  assert report.with_shared(study, rows) == rows
   (tmp_path / "ablations").mkdir()
   csv_rows.write(
     tmp_path / "ablations" / "results.csv",
     [*_rows(), _row("mhc", 0, 1.9, 100, "")],
   )
-  lines = report.table(study, report.with_shared(study, own)).rows
+  lines = report.table(study, report.with_shared(study, rows)).rows
   assert [line[0] for line in lines] == ["PreNorm", "S = 1", "S = 2", "S = 4"]
   assert lines[2][3] == "\N{MINUS SIGN}0.0400 \N{PLUS-MINUS SIGN} 0.0000"
   # A row of a sweep is paired with rows of a file.
   assert float(lines[2][5].split()[0]) > 1
-  axes = report.forest(study, own).axes[0]
+  axes = report.forest(study, rows).axes[0]
   labels = [label.get_text() for label in axes.get_yticklabels()]
   assert labels == ["S = 1", "S = 2", "S = 4"]
 
@@ -165,11 +165,11 @@ def test_rows_of_another_protocol_are_not_compared(name, tmp_path, monkeypatch):
 def test_a_run_that_was_trained_again_counts_once(tmp_path, monkeypatch):
   """Under another name, such as with another `train.log_every`."""
   monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
-  alone = report.spread_of(_rows(), ablations.STUDY)
+  spread = report.spread_of(_rows(), ablations.STUDY)
   (tmp_path / "ablations").mkdir()
   committed = [row | {"run": f"old{row['run']}"} for row in _rows()]
   csv_rows.write(tmp_path / "ablations" / "results.csv", committed)
-  assert report.spread_of(_rows(), ablations.STUDY) == alone
+  assert report.spread_of(_rows(), ablations.STUDY) == spread
 
 
 def test_the_spread_is_of_one_text(tmp_path, monkeypatch):
@@ -179,9 +179,9 @@ def test_the_spread_is_of_one_text(tmp_path, monkeypatch):
   old = [
     _row("size2", seed, 1.9 + 0.3 * (seed == 1), 100, "") for seed in (0, 1)
   ]
-  for name, own in (("ablations", rows), ("block_size", old)):
+  for name, lines in (("ablations", rows), ("block_size", old)):
     (tmp_path / name).mkdir()
-    csv_rows.write(tmp_path / name / "results.csv", own)
+    csv_rows.write(tmp_path / name / "results.csv", lines)
   assert report.spread_of(rows, ablations.STUDY).deviation < 1e-9
 
 

@@ -68,7 +68,7 @@ def test_the_command_compiles(what, tmp_path):
       break
   assert all(float(row["ms"]) > 0 for row in rows[0])
   # Bytes before machine code are those after.
-  assert len({tuple(row["GB"] for row in own) for own in rows}) == 1
+  assert len({tuple(row["GB"] for row in group) for group in rows}) == 1
 
 
 def test_the_least_of_decoding_is_its_own_cache():
@@ -77,7 +77,7 @@ def test_the_least_of_decoding_is_its_own_cache():
     compiled._least(compiled.Case("decode", "v5e", "48b", "prenorm", 1, tokens))
     for tokens in (1, 32_769)
   ]
-  first, last = (float(one["least_GB"]) for one in least)
+  first, last = (float(row["least_GB"]) for row in least)
   assert last - first == pytest.approx(32_768 * 576 * 2 / 1e9, abs=2e-4)
 
 

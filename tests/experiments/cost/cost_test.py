@@ -27,9 +27,9 @@ def _times(scanned, unrolled, block):
     "full_attnres": [2 * wall for wall in block],
   }
   return {
-    (program, arm): [measure.Seconds(wall, 2 * wall) for wall in own]
+    (program, arm): [measure.Seconds(wall, 2 * wall) for wall in seconds]
     for program in ("forward", "forward_backward")
-    for arm, own in walls.items()
+    for arm, seconds in walls.items()
   }
 
 
@@ -55,8 +55,8 @@ def test_a_row_replaces_that_of_the_same_sizes(tmp_path):
   row = {"place": "here", "network": "large", "batch": 2, "tokens": 8}
   for change in ({}, {"arm": "b"}, {"arm": "b", "ratio": 7.0}, {"tokens": 9}):
     run.put(path, row | change)
-  found = csv_rows.read(path)
-  assert [row["ratio"] for row in found] == ["", "7.0", ""]
+  rows = csv_rows.read(path)
+  assert [row["ratio"] for row in rows] == ["", "7.0", ""]
 
 
 def _compiled(arm, batch, gigabytes, milliseconds, **more):
@@ -72,19 +72,19 @@ def test_rows_without_a_ratio():
   row = _compiled("full_attnres", 64, "", "", peak_GiB="does not fit")
   text = report._TABLES["served"]([row])
   assert "Full AttnRes |  | 1.0 |  | does not fit" in text
-  alone = _compiled("block_attnres", 2, 1.01, 9.9)
-  assert "9.9" not in report.latency([row, alone])
+  lone = _compiled("block_attnres", 2, 1.01, 9.9)
+  assert "9.9" not in report.latency([row, lone])
 
 
 def test_experts_over_what_they_need():
   """The minima of dev/LOG.md, "four ways to bring experts their tokens"."""
   network = networks.load("194m")
   plan = {"mesh.data": 2, "mesh.expert": 8, "optim.accumulate_steps": 3}
-  known = experts.known(plans.apply(network.run, plan))
-  assert known["device_tokens"] == 32_768 and known["batch"] == 64
+  columns = experts.columns(plans.apply(network.run, plan))
+  assert columns["device_tokens"] == 32_768 and columns["batch"] == 64
   # 3.3 (34 D + 48 F) numbers of two bytes.
   least = 3.3 * (34 * 896 + 48 * 400) * 2 * 32_768 / 1e9
-  assert float(known["least_GB"]) == pytest.approx(least, rel=1e-4)
+  assert float(columns["least_GB"]) == pytest.approx(least, rel=1e-4)
   assert least == pytest.approx(10.74, abs=0.01)
 
 

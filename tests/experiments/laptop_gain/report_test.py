@@ -13,14 +13,14 @@ from experiments.laptop_gain import run
 
 def test_each_arm_trains_at_its_best_rate():
   means = report.mean_losses(run.PUBLISHED.read("rates"))
-  assert {arm: min(own, key=own.get) for arm, own in means.items()} == dict(
-    config.RATES
-  )
+  assert {
+    arm: min(by_rate, key=by_rate.get) for arm, by_rate in means.items()
+  } == dict(config.RATES)
   # An arm that is best at an edge of the four has tried one rate more.
-  for arm, own in means.items():
+  for arm, by_rate in means.items():
     edges = config.TRIED_RATES[0], config.TRIED_RATES[-1]
-    best = min(config.TRIED_RATES, key=own.get)
-    assert (best in edges) == (len(own) == 1 + len(config.TRIED_RATES)), arm
+    best = min(config.TRIED_RATES, key=by_rate.get)
+    assert (best in edges) == (len(by_rate) == 1 + len(config.TRIED_RATES)), arm
 
 
 def test_holm():
@@ -34,8 +34,8 @@ def test_holm():
 def _rows(**losses):
   return [
     {"arm": arm, "seed": str(seed), "validation_loss": str(loss)}
-    for arm, own in losses.items()
-    for seed, loss in enumerate(own)
+    for arm, arm_losses in losses.items()
+    for seed, loss in enumerate(arm_losses)
   ]
 
 
@@ -43,12 +43,12 @@ def test_a_contrast_is_a_paired_t_test():
   base = np.array([1.40, 1.45, 1.38, 1.50])
   apart = np.array([-0.02, -0.03, -0.01, -0.02])
   rows = _rows(prenorm=base, block=base + apart, full=base[:1])
-  ((names, found),) = report.contrasts(rows).items()
-  assert names == ("block", "prenorm") and found.seeds == 4
+  ((names, contrast),) = report.contrasts(rows).items()
+  assert names == ("block", "prenorm") and contrast.seeds == 4
   # t = mean / (deviation / sqrt(4)), with 3 degrees of freedom.
   error = apart.std(ddof=1) / 2
-  assert math.isclose(found.difference, -0.02, rel_tol=1e-9)
-  assert math.isclose(found.margin, 3.1824463 * error, rel_tol=1e-6)
-  assert math.isclose(found.p, 0.016275, rel_tol=1e-3)
+  assert math.isclose(contrast.difference, -0.02, rel_tol=1e-9)
+  assert math.isclose(contrast.margin, 3.1824463 * error, rel_tol=1e-6)
+  assert math.isclose(contrast.p, 0.016275, rel_tol=1e-3)
   assert "| gains |" in report.results(rows)
   assert report.results(_rows(prenorm=base)) == "Not run yet."

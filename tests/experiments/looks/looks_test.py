@@ -17,14 +17,14 @@ def test_finished_runs(tmp_path):
   """Of the variants asked for, done, and at their own rate and budget."""
   runs = grid.load("experiments/ablations/config.py:seeds=2,runlocal=true")
   runs = folder_lib.prepare(tmp_path, runs, "ablations")
-  for one in runs:
-    if "block-seed1" not in one.name:
-      state_lib.write(tmp_path / one.name, state_lib.State(state_lib.DONE))
-  found = list(run.finished(tmp_path, ["full", "prenorm", "block"]))
-  assert [(variant, seed) for variant, seed, _ in found] == [
+  for planned in runs:
+    if "block-seed1" not in planned.name:
+      state_lib.write(tmp_path / planned.name, state_lib.State(state_lib.DONE))
+  finished = list(run.finished(tmp_path, ["full", "prenorm", "block"]))
+  assert [(variant, seed) for variant, seed, _ in finished] == [
     ("full", 0), ("full", 1), ("prenorm", 0), ("prenorm", 1), ("block", 0)
   ]  # fmt: skip
-  for variant, seed, path in found:
+  for variant, seed, path in finished:
     assert path.name.startswith(f"{variant}-seed{seed}-")
 
 
@@ -72,13 +72,13 @@ def test_numbers_of_matrices():
 def test_numbers_of_patterns():
   """Three reads: of two sources (left out), of three and of four."""
   rows = [[0.5, 0.5, None, None], [0.2, 0.2, 0.6, None], [0.1, 0.5, 0.2, 0.2]]
-  found = report.Reads.of(rows, [0.1, 0.5, np.log(4)])
-  assert len(found.weights) == 2
-  assert report.newest(found) == pytest.approx((1.8 + 0.8) / 2)
-  assert report.newest_is_largest(found) == 0.5
-  assert report.embedding(found) == pytest.approx((0.6 + 0.4) / 2)
-  assert report.evenness(found) == pytest.approx((0.5 / np.log(3) + 1) / 2)
-  assert report.skips(found) == 1.0  # Only the second of four is older.
+  reads = report.Reads.of(rows, [0.1, 0.5, np.log(4)])
+  assert len(reads.weights) == 2
+  assert report.newest(reads) == pytest.approx((1.8 + 0.8) / 2)
+  assert report.newest_is_largest(reads) == 0.5
+  assert report.embedding(reads) == pytest.approx((0.6 + 0.4) / 2)
+  assert report.evenness(reads) == pytest.approx((0.5 / np.log(3) + 1) / 2)
+  assert report.skips(reads) == 1.0  # Only the second of four is older.
 
 
 def test_removals_of_reads_with_a_choice():

@@ -25,11 +25,11 @@ def rows():
   )
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(run, "SMALL", small)
-    found = [run.facts(name) for name in ("prenorm", "full_attnres", "ddl")]
+    facts = [run.facts(name) for name in ("prenorm", "full_attnres", "ddl")]
   return [
     {name: str(value) for name, value in row.items()}
     | {"python": "3", "jax": "1", "commit": "c"}
-    for row in found
+    for row in facts
   ]
 
 
@@ -53,7 +53,7 @@ def test_numbers_of_known_schemes(rows):
 def test_the_report_of_a_sweep_has_differences_from_prenorm(tmp_path):
   spec = "experiments/residual_zoo/config.py:scale=demo,seeds=1"
   runs = grid.select(grid.load(spec), "^(prenorm|postnorm)-seed")
-  for one in folder_lib.prepare(tmp_path, runs, spec):
-    tiny_sweep.leave(tmp_path, one, 1.5 if "prenorm" in one.name else 1.4)
+  for new in folder_lib.prepare(tmp_path, runs, spec):
+    tiny_sweep.leave(tmp_path, new, 1.5 if "prenorm" in new.name else 1.4)
   page = train.EXPERIMENT.render(tmp_path, monitor.of_folder(tmp_path))
   assert "\N{MINUS SIGN}0.1000" in page

@@ -8,13 +8,13 @@ from experiments.scaling_law import plans
 
 
 def test_committed_plans_are_those_of_configs_as_they_are_now():
-  found = plans._of_table_2(csv_rows.read(plans_lib.FILE))
-  assert found
+  rows = plans._of_table_2(csv_rows.read(plans_lib.FILE))
+  assert rows
   hashes = {}
-  for _, size, scheme in found:
+  for _, size, scheme in rows:
     spec = f"scale=paper,planned,size={size.lower()},residual={scheme}"
     if (size, scheme) not in hashes:
       config = load.load_config(f"configs/scaling.py:{spec}")
       hashes[size, scheme] = plans_lib.config_hash(config)
-  for (_, *of_run), row in found.items():
+  for (_, *of_run), row in rows.items():
     assert row["config_hash"] == hashes[tuple(of_run)]

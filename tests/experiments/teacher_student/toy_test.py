@@ -53,9 +53,9 @@ def test_attention_is_that_of_the_definition(x):
     shares = np.exp(scores - scores.max(axis=0))
     return shares / shares.sum(axis=0)
 
-  found = toy.output("attention", parameters, x, "raw")
+  actual = toy.output("attention", parameters, x, "raw")
   np.testing.assert_allclose(
-    found, _definition(parameters, x, weights), rtol=2e-4, atol=1e-5
+    actual, _definition(parameters, x, weights), rtol=2e-4, atol=1e-5
   )
 
 
@@ -64,9 +64,9 @@ def test_attention_is_that_of_the_definition(x):
 )
 def test_sum_and_mean(name, weight, x):
   parameters = _student(name)
-  wanted = _definition(parameters, x, lambda l, values: [weight(l)] * l)
-  found = toy.output(name, parameters, x, "raw")
-  np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5)
+  expected = _definition(parameters, x, lambda l, values: [weight(l)] * l)
+  actual = toy.output(name, parameters, x, "raw")
+  np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("readout", toy.READOUTS)
@@ -133,10 +133,10 @@ def test_the_command_resumes(tmp_path, monkeypatch):
   # Everything that is published can be made from them.
   rows = run.csv_rows.read(out)
   assert report.results(rows).count("| 100 |") == 1
-  found = report.best(rows)
+  best = report.best(rows)
   # One rate of a normalised readout: equal networks, equal losses but rounding.
   (rate, ours), (other, theirs) = (
-    found["normalised", name, 1.0] for name in ("standard", "rescaled")
+    best["normalised", name, 1.0] for name in ("standard", "rescaled")
   )
   assert rate == other and ours.keys() == theirs.keys() == {0, 1}
   assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-3)
