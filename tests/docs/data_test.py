@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 
 
 def test_downloads_name_the_files_that_are_written(folder):
-  (script,) = [one for one in SCRIPTS if one.startswith("hf ")]
+  (script,) = [command for command in SCRIPTS if command.startswith("hf ")]
   for line in script.replace("\\\n", " ").splitlines():
     words = shlex.split(line)
     where = folder / words[words.index("--local-dir") + 1]
@@ -77,15 +77,15 @@ def test_downloads_name_the_files_that_are_written(folder):
 
 
 def test_prepared_splits(folder):
-  found = {}
+  rules = {}
   for name in ("fineweb_edu", "pile", "c4", "my_text"):
     dataset = json.loads(
       (folder / "tokens" / name / "dataset.json").read_text()
     )
-    found[name] = dataset["settings"]["split_rule"].split()[:3]
+    rules[name] = dataset["settings"]["split_rule"].split()[:3]
     for split in ("train", "validation"):
       assert dataset["splits"][split]["documents"] > 0
-  assert found == {
+  assert rules == {
     "fineweb_edu": ["a", "document", "is"], "pile": ["the", "names", "of"],
     "c4": ["the", "names", "of"], "my_text": ["the", "last", "0.05"],
   }  # fmt: skip

@@ -43,7 +43,7 @@ NETWORKS = LAUNCH, "attnres_jax.plan.search"
 def launches():
   return [
     arguments for module, arguments in COMMANDS
-    if module == LAUNCH and any("--launcher" in one for one in arguments)
+    if module == LAUNCH and any("--launcher" in word for word in arguments)
   ]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def test_all_commands_are_known():
   assert programs == PROGRAMS
 
 
-@pytest.mark.parametrize("arguments", launches(), ids=lambda one: one[-1])
+@pytest.mark.parametrize("arguments", launches(), ids=lambda words: words[-1])
 def test_launches_are_dry_runs_without_a_network(
   arguments, monkeypatch, capsys, tmp_path
 ):
@@ -67,7 +67,7 @@ def test_launches_are_dry_runs_without_a_network(
 
 
 def test_the_five_commands_are_those_that_are_printed():
-  (arguments,) = [one for one in launches() if "--launcher=tpu_vm" in one]
+  (arguments,) = [words for words in launches() if "--launcher=tpu_vm" in words]
   options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
   given = launchers.Options(settings=actions._settings(options.set))
   printed = tpu_vm.commands(options.workdir, tpu_vm.parse(given)).values()
@@ -79,8 +79,8 @@ def test_the_five_commands_are_those_that_are_printed():
 @pytest.mark.needs("libtpu")
 @pytest.mark.parametrize(
   "module,arguments",
-  [one for one in COMMANDS if re.search(r"\.(plan|search)$", one[0])],
-  ids=lambda one: one if isinstance(one, str) else one[-1],
+  [c for c in COMMANDS if re.search(r"\.(plan|search)$", c[0])],
+  ids=lambda part: part if isinstance(part, str) else part[-1],
 )
 def test_commands_run_to_their_end(module, arguments, tmp_path):
   """Those that need nothing but this machine; compilers take minutes."""
@@ -95,7 +95,7 @@ def test_commands_run_to_their_end(module, arguments, tmp_path):
 
 @pytest.mark.parametrize(
   "module,arguments",
-  [one for one in COMMANDS if one[1] not in launches() and one[0] in NETWORKS],
+  [c for c in COMMANDS if c[1] not in launches() and c[0] in NETWORKS],
 )
 def test_texts_fit_networks(module, arguments):
   """Which `pages_test` does not ask: it parses every command."""
@@ -103,8 +103,8 @@ def test_texts_fit_networks(module, arguments):
     options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
     if options.action == "run":
       source = options.config
-      for one in grid.load(source.spec, source.fields):
-        data.check(folder_lib.run_config(one), offline=True)
+      for planned in grid.load(source.spec, source.fields):
+        data.check(folder_lib.run_config(planned), offline=True)
   else:
     for config in search.asked(search.make_parser().parse_args(arguments)):
       data.check(config, offline=True)
@@ -116,12 +116,12 @@ def test_extras_exist():
   image = (tiny_run.ROOT / "Dockerfile").read_text()
   of_clones = re.findall(r'install .*"\.\[([\w,]+)\]"', TEXT + image)
   # Launches import what draws their report.
-  assert len(of_clones) == 2 and all("plots" in one for one in of_clones)
+  assert len(of_clones) == 2 and all("plots" in line for line in of_clones)
   extras += of_clones
   assert len(extras) > 3
   for names in extras:
-    known = project["project"]["optional-dependencies"]
-    assert set(names.split(",")) <= known.keys()
+    offered = project["project"]["optional-dependencies"]
+    assert set(names.split(",")) <= offered.keys()
 
 
 def test_the_cluster_of_ray_is_whole():

@@ -25,7 +25,7 @@ PAGES = {
 
 def lines(*names):
   """Every command of these pages, as one line, with its text filled in."""
-  found, text = [], ""
+  filled, text = [], ""
   page = "\n".join(PAGES[name] for name in names)
   for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.S | re.M):
     if kind:
@@ -34,13 +34,13 @@ def lines(*names):
       if line.startswith("TEXT="):
         (text,) = shlex.split(line.removeprefix("TEXT="))
       elif line and not line.startswith("#"):
-        found.append(line.replace("$TEXT", text))
-  return found
+        filled.append(line.replace("$TEXT", text))
+  return filled
 
 
 def commands(*names):
   """(module, arguments) of every `python -m`, quoted ones included."""
-  found = []
+  calls = []
   for line in lines(*names):
     if "python -m" not in line:
       continue
@@ -49,8 +49,8 @@ def commands(*names):
     words = next((shlex.split(w) for w in words if "python -m" in w), words)
     if "-m" in words and "uv" not in words:
       start = words.index("-m") + 1
-      found.append((words[start], words[start + 1 :]))
-  return found
+      calls.append((words[start], words[start + 1 :]))
+  return calls
 
 
 def main(module):

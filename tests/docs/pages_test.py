@@ -96,8 +96,8 @@ def test_names(page):
   for name in re.findall(r"`((?:attnres_jax|attnres_kernels)[\w.]+)`", text):
     assert _resolves(name), name
   for name in re.findall(FIELD, text):
-    known = any(f"{field}.".startswith(f"{name}.") for field in FIELDS)
-    assert known or name.endswith((".json", ".jsonl", ".py")), name
+    is_field = any(f"{field}.".startswith(f"{name}.") for field in FIELDS)
+    assert is_field or name.endswith((".json", ".jsonl", ".py")), name
 
 
 def _resolves(name):

@@ -53,7 +53,7 @@ def commands():
   # `make test` exports its own flags and arguments, which are not these.
   exported = ("ARGS", "MAKEFLAGS", "MAKELEVEL")
   environment = {k: v for k, v in os.environ.items() if k not in exported}
-  found = {}
+  listed = {}
   for command in [c for _, some in rows() for c in some]:
     words = shlex.split(command)
     if words[0] == "make":
@@ -63,8 +63,8 @@ def commands():
         text=True, check=True,
       )  # fmt: skip
       words = shlex.split(done.stdout.splitlines()[-1])
-    found[words[2], *words[3:]] = None
-  return list(found)
+    listed[words[2], *words[3:]] = None
+  return list(listed)
 
 
 def test_every_item_has_a_command():

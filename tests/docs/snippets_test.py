@@ -67,9 +67,7 @@ def compare(got_BTD, model, embedding_BTD):
 
 def test_plain_jax(network):
   config, model, sublayers, embedding_BTD = network
-  functions = [
-    lambda h_BTD, one=one: one.core(one.norm(h_BTD)) for one in sublayers
-  ]
+  functions = [lambda h_BTD, s=s: s.core(s.norm(h_BTD)) for s in sublayers]
   queries = model.residual.queries
   reads = range(config.num_sublayers + 1)
   query_LD = jnp.stack([queries.single(l).query for l in reads])
@@ -81,7 +79,7 @@ def test_plain_jax(network):
 
 def test_nnx(network):
   config, model, sublayers, embedding_BTD = network
-  cores, norms = zip(*((one.core, one.norm) for one in sublayers))
+  cores, norms = zip(*((s.core, s.norm) for s in sublayers))
   trunk = code(OWN)["Trunk"](cores, norms, config, rngs=nnx.Rngs(0))
   trunk.residual = model.residual
   compare(trunk(embedding_BTD), model, embedding_BTD)
@@ -105,8 +103,8 @@ def gained(norm):
 @pytest.mark.parametrize("kind", ["nnx", "linen", "function"])
 def test_any_norm_gives_what_ours_does(network, kind):
   config, model, sublayers, embedding_BTD = network
-  cores = [one.core for one in sublayers]
-  norms = [gained(one.norm)[kind] for one in sublayers]
+  cores = [s.core for s in sublayers]
+  norms = [gained(s.norm)[kind] for s in sublayers]
   trunk = code(OWN)["Trunk"](cores, norms, config, rngs=nnx.Rngs(0))
   trunk.residual = model.residual
   compare(trunk(embedding_BTD), model, embedding_BTD)
@@ -122,7 +120,7 @@ def test_a_layer_norm_is_applied_to_what_a_sublayer_reads(network, name):
   norms = [
     nnx.LayerNorm(config.width, rngs=nnx.Rngs(i)) for i in range(len(sublayers))
   ]
-  cores = [one.core for one in sublayers]
+  cores = [s.core for s in sublayers]
   inside = [
     lambda h_BTD, core=core, norm=norm: core(norm(h_BTD))
     for core, norm in zip(cores, norms)
@@ -135,7 +133,7 @@ def test_a_layer_norm_is_applied_to_what_a_sublayer_reads(network, name):
   np.testing.assert_allclose(
     got_BTD, other(embedding_BTD), rtol=1e-6, atol=1e-6
   )
-  ours = Trunk(cores, [one.norm for one in sublayers], config, rngs=rngs)
+  ours = Trunk(cores, [s.norm for s in sublayers], config, rngs=rngs)
   ours.residual = trunk.residual
   assert jnp.max(jnp.abs(got_BTD - ours(embedding_BTD))) > 1e-3
 
@@ -152,7 +150,7 @@ def test_blocks_under_scans(network):
   each = layer_stacks.unstack(layers, count)
   names = code(OWN)
   trunk = names["Trunk"](
-    [one.core for one in each], [one.norm for one in each], config,
+    [s.core for s in each], [s.norm for s in each], config,
     rngs=nnx.Rngs(0),
   )  # fmt: skip
   trunk.residual = residual
@@ -194,7 +192,7 @@ def test_a_wrong_number_of_queries(network, rows):
 
 def test_a_trunk_refuses_sublayers_that_its_scheme_does_not_count(network):
   config, _, sublayers, _ = network
-  cores, norms = zip(*((one.core, one.norm) for one in sublayers))
+  cores, norms = zip(*((s.core, s.norm) for s in sublayers))
   trunk, rngs = code(OWN)["Trunk"], nnx.Rngs(0)
   with pytest.raises(AssertionError):
     trunk([*cores, cores[0]], [*norms, norms[0]], config, rngs=rngs)

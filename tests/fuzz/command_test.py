@@ -66,13 +66,13 @@ def here(tmp_path, monkeypatch):
 def _lines(options, bare=()):
   """Argument lists: random options with random values, and other words."""
   # No system passes a null character to a program.
-  one = [
+  lists = [
     st.tuples(
       st.just(name), st.sampled_from([c for c in choices if "\0" not in c])
     ).map(lambda pair: f"--{pair[0]}={pair[1]}")
     for name, choices in options.items()
   ]
-  words = st.one_of(*one, *[st.just(word) for word in bare])
+  words = st.one_of(*lists, *[st.just(word) for word in bare])
   return st.lists(words, max_size=5)
 
 
@@ -96,7 +96,7 @@ def test_commands_with_flags(here, monkeypatch, cases):
   lines = _lines(FLAGS, BARE)
   with_config = lines.map(lambda line: [f"--config={CONFIGS[0]}", *line])
   sources = [f"--config={here}/{name}.py" for name in SOURCES]
-  bad_file = st.sampled_from(sources).map(lambda one: [one, "--workdir=x"])
+  bad_file = st.sampled_from(sources).map(lambda file: [file, "--workdir=x"])
 
   laws.explore(
     cases,

@@ -109,11 +109,11 @@ def _read(folder):
   }
 
 
-def _damage(folder, found):
+def _damage(folder, events):
   """Applies damages; returns the names of the files that have changed."""
   before = _read(folder)
   names = list(before)
-  for kind, which, other, where in found:
+  for kind, which, other, where in events:
     path, partner = (folder / names[i % len(names)] for i in (which, other))
     data = path.read_bytes() if path.exists() else b""
     at = int(where * len(data))
@@ -163,9 +163,9 @@ def damaged(cases, tmp_path):
   def damaged(source, act):
     folder, original = tmp_path / "run", _read(source)
 
-    def check(found):
+    def check(events):
       _copy(source, folder)
-      touched = _damage(folder, found)
+      touched = _damage(folder, events)
       before = _read(folder)
       act(folder, touched)
       _check_kept(folder, before, touched, original)
@@ -183,8 +183,8 @@ def test_resume(runs, damaged):
     train = lambda: tiny_run.train_here(folder, runs.fields) and None
     status, _, _ = laws.outcome(command_line.run, train)
     if not status:
-      for got, wanted in zip(_weights(folder), runs.weights, strict=True):
-        np.testing.assert_array_equal(got, wanted)
+      for got, expected in zip(_weights(folder), runs.weights, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
   damaged(runs.interrupted, act)
 
@@ -204,8 +204,8 @@ def test_verify(runs, damaged):
       for step in _steps([name]) & set(checkpoint.all_steps(folder)):
         sums = f"checkpoints/{step}/checksums.json"
         # Orbax writes these two itself, one of them after the checksums.
-        own = name.endswith(("_METADATA", "commit_success.txt"))
-        if sums not in touched and not own:
+        of_orbax = name.endswith(("_METADATA", "commit_success.txt"))
+        if sums not in touched and not of_orbax:
           assert f"step {step}: damaged" in out and status == 1, name
 
   damaged(runs.finished, act)

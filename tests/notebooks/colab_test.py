@@ -27,18 +27,18 @@ def test_extra_of_a_driver(text, extra):
 
 
 @pytest.mark.parametrize(
-  "extra,wanted,gone",
+  "extra,chosen,gone",
   [
     ("", "plots", CUDA12), ("cuda12", "plots,cuda12", ()),
     ("cuda13", "plots,cuda13", CUDA12), ("tpu", "plots,tpu", CUDA12),
   ],
 )  # fmt: skip
-def test_what_is_installed(extra, wanted, gone, monkeypatch):
+def test_what_is_installed(extra, chosen, gone, monkeypatch):
   monkeypatch.setattr(colab, "_version", lambda name: "1" * (name in CUDA12))
   *before, install = colab.commands(extra, "plots")
   assert install[0] == "install" and "--upgrade" in install
-  assert f"[{wanted}]" in install[-1]
-  assert [tuple(one[3:]) for one in before] == ([gone] if gone else [])
+  assert f"[{chosen}]" in install[-1]
+  assert [tuple(command[3:]) for command in before] == ([gone] if gone else [])
 
 
 class TestPrepare:
