@@ -64,6 +64,7 @@ test-slow: $(VENV)/.dev-$(VERSION)
 lint: $(VENV)/.dev-$(VERSION)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python dev/words.py
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 format: $(VENV)/.dev-$(VERSION)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(experiment: str) -> readme.Published:
-  """What an experiment publishes.
+  """The tables and figures that an experiment publishes.
 
   Raises:
     ConfigError: it publishes nothing.

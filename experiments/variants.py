@@ -57,7 +57,7 @@ class Variant:
   published: float | None = None
 
   def labelled(self, label: str) -> "Variant":
-    """The same network under another label."""
+    """This variant under another label."""
     return dataclasses.replace(self, label=label)
 
   def is_same_network(self, other: "Variant | None") -> bool:

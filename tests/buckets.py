@@ -47,7 +47,7 @@ def gcs():
   with _server(command, f"http://127.0.0.1:{port}") as url:
     body = json.dumps({"name": BUCKET}).encode()
     headers = {"content-type": "application/json"}
-    post(f"{url}/storage/v1/b", body, headers)
+    send(f"{url}/storage/v1/b", body, headers)
     yield url
 
 
@@ -57,7 +57,7 @@ def s3():
   port = free_port()
   command = [sys.executable, "-m", "moto.server", "-p", str(port)]
   with _server(command, f"http://127.0.0.1:{port}") as url:
-    post(f"{url}/{BUCKET}", b"", {}, "PUT")
+    send(f"{url}/{BUCKET}", b"", {}, "PUT")
     yield url
 
 
@@ -85,7 +85,7 @@ def environment(url, kind="gcs"):
   }
 
 
-def post(url, body, headers, method="POST"):
+def send(url, body, headers, method="POST"):
   request = urllib.request.Request(url, body, headers, method=method)
   with urllib.request.urlopen(request, timeout=30) as answer:
     return answer.read()

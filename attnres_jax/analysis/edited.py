@@ -79,7 +79,7 @@ class Edited(base.Residual):
 def logits(
   model: models.Transformer, scheme: base.Residual, tokens_BT: jax.Array
 ) -> jax.Array:
-  """Of the network with another scheme [B, T, V], sublayer by sublayer."""
+  """Logits [B, T, V] of a network under another scheme, by sublayer."""
   trace = trunk.trace(
     model.sublayers,
     model.config.sublayer_kinds,

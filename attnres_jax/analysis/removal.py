@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a read needs of a source, against the weight that it gives it.
+"""The importance of a source to a read, against the weight it has there.
 
 One source is removed from one read, everything after it is computed again, and
 the loss is measured. A weight is routing mass; only the change of the loss is

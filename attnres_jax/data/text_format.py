@@ -362,7 +362,7 @@ class _Imported(tokenizer_lib.HuggingFaceTokenizer):
 
   @functools.cached_property
   def _parsing(self) -> Any:
-    """The same, but special tokens written in a text are these tokens."""
+    """A tokenizer that parses special tokens where a text spells them."""
     parsing = copy.deepcopy(self._tokenizer)
     parsing.encode_special_tokens = False
     return parsing

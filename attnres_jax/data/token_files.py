@@ -191,7 +191,7 @@ def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
 
 
 def _read_headers(files: Sequence[paths.File]) -> list[TokenFile]:
-  """Those of many shards at the same time."""
+  """Reads the headers of many shards at the same time."""
   with futures.ThreadPoolExecutor(_REQUESTS) as pool:
     return list(pool.map(read_header, files))
 

@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     )
 
   def greedy_unless(self, drawn_B: jax.Array) -> "Rows":
-    """The same, but greedy, which costs least, in rows that draw nothing."""
+    """Settings that are greedy in rows that draw nothing: it costs least."""
     temperature = jnp.where(drawn_B, self.temperature, 0.0)
     return self._replace(temperature=temperature)
 

@@ -17,7 +17,7 @@ SEPARATE_ON = ("cpu",)
 
 
 def platform_of(mesh: Mesh | None) -> str:
-  """Of the devices of a mesh, or of this process."""
+  """The platform of a mesh's devices, or of this process."""
   devices = jax.local_devices() if mesh is None else mesh.devices.flat
   return devices[0].platform
 
@@ -36,7 +36,7 @@ def abstract_prepared(
 def prepared(
   model: models.Transformer, separate: bool = False
 ) -> models.Transformer:
-  """The same network, as an engine keeps it.
+  """The network as an engine keeps it.
 
   Weights of products are in the dtype to which these cast them anyway.
 

@@ -25,7 +25,7 @@ def request(
   parse_special: bool = False,
   stream: int = 0,
 ) -> engine_lib.Request:
-  """What an engine needs to continue a text.
+  """The request to an engine that continues a text.
 
   Args:
     text_format: of the network.
@@ -122,7 +122,7 @@ class Text:
     self._held = ""
 
   def take(self, token: engine_lib.Token, index: int) -> Piece:
-    """What a token adds to the text of this index."""
+    """The piece that a token adds to the text of this index."""
     more = "" if token.finish == "stop" else self.add(token.id)
     if token.finish and not self.stopped:
       more += self.end()

@@ -513,7 +513,7 @@ class AttnResModel(nn.Module):
     return self.norm(h), new
 
   def _read(self, owner, name, sources, partial):
-    """What a sublayer reads over depth (Eq. 2-6), [B, T, D]."""
+    """The read of a sublayer over depth (Eq. 2-6), [B, T, D]."""
     dtype, read = sources[0].dtype, self.depth_read
     if not self.block_size:
       return partial.to(dtype)

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def upcycle(
   model: models.Transformer, residual: config_lib.ResidualConfig
 ) -> models.Transformer:
-  """The same function under another scheme, whose parameters are new.
+  """Moves a network to another scheme, which begins as the same function.
 
   Args:
     model: with PreNorm.

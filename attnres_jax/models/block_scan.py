@@ -55,7 +55,7 @@ def find(
 
 
 def sublayers_of(blocks: layer_stacks.Run) -> layer_stacks.Run:
-  """The same run, of sublayers."""
+  """A run of blocks as a run of sublayers."""
   flat = tuple(itertools.chain.from_iterable(blocks.kinds))
   return layer_stacks.Run(flat, blocks.repeats)
 

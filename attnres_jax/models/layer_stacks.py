@@ -72,7 +72,7 @@ def one_of(stack: Any, l: int) -> Any:
 
 
 def unsliced(tree: Any) -> Any:
-  """The same tree, in arrays of its own instead of slices of a stack.
+  """Copies slices of a stack into separate arrays.
 
   Otherwise compilers make slices a part of the products that read them. On
   TPUs, such products take longer, by more than it costs to copy the slice.

@@ -194,7 +194,7 @@ def _contract(
   ).astype(dtype)
 
 
-# Part of the cost of a token, see `attnres_jax.flops.FlopsPerToken`; None is
+# Part of the cost of a token, see `flops.operations.FlopsPerToken`; None is
 # the part that the products of the same module belong to.
 Part = str | None
 

@@ -32,7 +32,7 @@ class RMSNorm(nnx.Module):
     return (normed * gain).astype(x.dtype)
 
   def in_one_pass(self, x: jax.Array) -> jax.Array:
-    """The same of `x` [B, T, D], as a separate operator.
+    """Normalises `x` [B, T, D] in a separate operator.
 
     For what no matrix product makes, such as the mixtures of a kernel.
     """

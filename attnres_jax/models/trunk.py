@@ -390,7 +390,7 @@ def apply_sublayer(
 
 @jax.custom_jvp
 def _with_one_gradient(y_BTD: jax.Array) -> jax.Array:
-  """The same output, whose gradient is one array of its dtype.
+  """Returns y; its gradient becomes one array of y's dtype.
 
   What the rest of the network returns is wider, such as the float32 gradient of
   a stream, or a sum. Compilers would make the conversion or the sum a part of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds for the microbatches in flight (section 4.1).
+"""The memory of a rank for the microbatches in flight (section 4.1).
 
 A rank holds three kinds of activation-sized vectors: the running sum that
 entered each (microbatch, chunk) unit, kept from its forward to its backward;

@@ -247,7 +247,7 @@ class Pipeline:
   def value_and_grad(
     self, model: models.Transformer, examples: loss_lib.Examples
   ) -> tuple[loss_lib.LossSums, models.Transformer]:
-    """The same sums, and the gradient of their total."""
+    """The sums of the loss, and the gradient of their total."""
 
     def program(model, batch):
       parameters, pull_back = jax.vjp(self.placement.collect, model)

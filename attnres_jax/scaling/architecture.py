@@ -70,5 +70,5 @@ def count(model: config_lib.ModelConfig) -> "parameters.Count":
 
 
 def active_params(model: config_lib.ModelConfig) -> int:
-  """Those that one token uses and gradients train: no selection biases."""
+  """Parameters that one token uses and gradients train: no selection biases."""
   return count(model).active - count(model).state

@@ -52,12 +52,12 @@ class Spread(NamedTuple):
   freedom: float
 
   def quantile(self, level: float) -> float:
-    """Of a pair's difference: half the width of an interval of this level."""
+    """Half the width of an interval of this level for one pair's difference."""
     return float(_stats().t.ppf((1 + level) / 2, self.freedom) * self.deviation)
 
 
 class Difference(NamedTuple):
-  """Of one arm from another, pair by pair.
+  """The difference of one arm from another, pair by pair.
 
   Attributes:
     by_seed: differences in nats per token.
@@ -72,7 +72,7 @@ class Difference(NamedTuple):
 
   @property
   def mean(self) -> float:
-    """Of all pairs."""
+    """The mean difference of all pairs."""
     return statistics.fmean(self.by_seed.values())
 
   @property
@@ -151,7 +151,7 @@ def differences(
   spread: Spread | None = None,
   level: float = LEVEL,
 ) -> dict[str, Difference]:
-  """Of every variant that has a seed in common with the baseline.
+  """Differences of every variant that shares a seed with the baseline.
 
   Args:
     arms: losses by variant and seed.

@@ -240,7 +240,7 @@ def _rms_norm(x, gain):
 
 
 class Cost(NamedTuple):
-  """Of a step, or of a part of it."""
+  """The cost of a step, or of a part of it."""
 
   nbytes: float
   seconds: float
@@ -279,7 +279,7 @@ def costs(
 
 
 def _operand_bytes(program: hlo.Program, instruction: hlo.Instruction) -> float:
-  """Of all operands and results, wherever they are."""
+  """Bytes of all operands and results, wherever they are."""
   operands = program.computations[instruction.place[0]]
   arrays = list(instruction.arrays)
   for name in instruction.operands:

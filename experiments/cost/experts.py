@@ -103,5 +103,5 @@ def columns(config: config_lib.RunConfig) -> Mapping[str, Any]:
 
 
 def _rows(config: config_lib.RunConfig) -> int:
-  """Of a microbatch, on all devices."""
+  """Rows of a microbatch, on all devices."""
   return config.data.batch_size // config.optim.accumulate_steps

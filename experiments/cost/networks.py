@@ -149,7 +149,7 @@ def build(network: Network, arm: str) -> models.Transformer:
 
 
 def abstract(network: Network, arm: str) -> models.Transformer:
-  """The same, with shapes in place of arrays."""
+  """The network of `build`, with shapes in place of arrays."""
   return jax.eval_shape(lambda: build(network, arm))
 
 

@@ -44,7 +44,7 @@ def key(row: Row) -> tuple[str, ...]:
 
 
 def label(arm: str) -> str:
-  """Of an arm, in tables."""
+  """The name of an arm in tables."""
   scheme, *options = arm.split()
   words = [figures.name_of(scheme)]
   words += [_WORDS.get(o, o.replace("heads=", "heads: ")) for o in options]
@@ -173,7 +173,7 @@ def experts(rows: Sequence[Row]) -> str:
 
 
 def vectors(rows: Sequence[Row]) -> str:
-  """What a token reads and writes per sublayer, beside the paper's Table 1."""
+  """Vectors that a token moves per sublayer, beside the paper's Table 1."""
   shown = [row for row in rows if row["place"] == _COUNTED]
   lines = [
     [
@@ -250,7 +250,7 @@ PLACES = [
 
 
 def _compiled(rows: Sequence[Row], *programs: str) -> list[Row]:
-  """Those on one chip, by program, place and size, PreNorm first."""
+  """Rows of one chip, by program, place and size, PreNorm first."""
   rows_here = [
     row
     for row in rows
@@ -292,7 +292,7 @@ def _times(row: Row, least: str) -> str:
 
 
 def _depth_share(row: Row) -> float:
-  """Of depth attention in the estimate."""
+  """The share of depth attention in the estimate."""
   return float(row["depth_ms"] or 0) / float(row["ms"] or 1)
 
 

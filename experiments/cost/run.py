@@ -266,7 +266,7 @@ def compiled(
 
 
 def vectors() -> Iterator[Row]:
-  """What a token reads and writes per sublayer: counted, and as printed."""
+  """Vectors that a token moves per sublayer: counted, and as printed."""
   for depth, (sublayers, block_size) in DEPTHS.items():
     for scheme, printed in paper.TABLE_1.items():
       residual = config_lib.ResidualConfig(

@@ -48,7 +48,7 @@ def of_series(rows: Sequence[Row], series: str) -> dict[str, dict[int, Any]]:
 
 
 def label(variant: str) -> str:
-  """Of a variant, in tables and figures."""
+  """The name of a variant in tables and figures."""
   return ablations.STUDY.variants[variant].label
 
 
@@ -316,7 +316,7 @@ def draw_magnitudes(rows: Sequence[Row]) -> figure_lib.Figure:
 
 
 def _thin(variant: str) -> dict[str, Any]:
-  """Of single networks."""
+  """The style of lines of single networks."""
   return _style(variant) | {"linewidth": 0.6, "alpha": 0.5}
 
 

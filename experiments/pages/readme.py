@@ -30,7 +30,7 @@ class Place(NamedTuple):
 
 
 class Published(NamedTuple):
-  """What an experiment publishes of its committed rows (`experiments.publish`).
+  """Tables and figures of an experiment's rows (`experiments.publish`).
 
   Attributes:
     folder: of the experiment.

@@ -122,7 +122,7 @@ def answer(study: Study, rows: Sequence[Row]) -> page.Html:
 
 
 def protocol(spread: pairs.Spread) -> str:
-  """What an interval rests on, for a README."""
+  """The sentence of a README about its intervals."""
   return (
     f"\N{PLUS-MINUS SIGN} is a {pairs.LEVEL:.0%} t interval of the mean; the"
     f" standard deviation of a pair, {spread.deviation:.4f} nats with"
@@ -299,7 +299,7 @@ def forest(
 def differences(
   study: Study, rows: Sequence[Row]
 ) -> dict[str, pairs.Difference]:
-  """Of every variant that has a pair, from the baseline."""
+  """Differences from the baseline of every variant that has a pair."""
   every = at_own_settings(with_shared(study, rows))
   losses = pairs.losses(every, "variant")
   spread = spread_of(rows, study)

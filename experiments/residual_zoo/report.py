@@ -71,7 +71,7 @@ def losses(rows: Sequence[Row]) -> str:
 
 
 def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:
-  """Of each variant; seeds, rates and budgets share a step's program."""
+  """A step's bytes by variant; seeds, rates and budgets share its program."""
   return {
     row["variant"]: int(row["step_bytes"])
     for row in rows

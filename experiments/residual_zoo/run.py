@@ -158,7 +158,7 @@ def _moved(name: str) -> models.Transformer:
 
 
 def _rank(network: models.Transformer) -> int | str:
-  """Of one channel's matrix at the first token; empty if channels are mixed."""
+  """Rank of one channel's matrix at the first token; "" if channels mix."""
   token = _tokens()[:1, :1]
   matrix, other = (
     analysis.mixing_matrix(network, token, channel=0, probe=probe)

@@ -15,7 +15,7 @@ Key = tuple[str, str, float]
 
 
 def best(rows: Sequence[Row]) -> dict[Key, tuple[float, dict[int, float]]]:
-  """Of each setting: the rate of the smallest mean, and its losses by seed.
+  """Each setting's rate of the smallest mean, and the losses there by seed.
 
   Rates at which a run diverges do not count.
   """

@@ -33,7 +33,7 @@ Parameters = dict[str, jax.Array]
 
 
 class Sizes(NamedTuple):
-  """Of networks, data and training.
+  """Sizes of networks, data and training.
 
   Attributes:
     width: D.
@@ -87,7 +87,7 @@ def student(name: str, key: jax.Array, sizes: Sizes) -> Parameters:
 def output(
   name: str, parameters: Parameters, x_BD: jax.Array, readout: str
 ) -> jax.Array:
-  """What a network computes, [B, D].
+  """The output of a network, [B, D].
 
   Args:
     name: of a student; "static" for a teacher, whose scores are z / T.
@@ -126,7 +126,7 @@ _READS: Mapping[str, Callable[[Parameters, Sequence[jax.Array]], jax.Array]] = {
 
 
 class Task(NamedTuple):
-  """What a teacher has computed, and the student's first parameters.
+  """The outputs of a teacher, and the student's first parameters.
 
   Attributes:
     x_BD: inputs of training and test rows.
@@ -150,7 +150,7 @@ def task(
   seed: jax.Array,
   sizes: Sizes,
 ) -> Task:
-  """Of one run. Teacher, data, student and batches are drawn independently.
+  """Draws teacher, data, student and batches of a run independently.
 
   Runs with the same seed share all four; the teacher's z is the same at every
   temperature.

@@ -19,7 +19,7 @@ TOKENS = networks.tokens(2, 7)
   first=["block_attnres"],
 )
 def test_every_row_is_the_mean_over_tokens(name, block_size):
-  """Of weights that tests/models/paper_laws_test.py holds against Eq. 2-4."""
+  """Weights themselves: see tests/models/paper_laws_test.py (Eq. 2-4)."""
   model = networks.network(name, block_size=block_size)
   depth = analysis.depth_weights(model, TOKENS)
   values = networks.trace(model, TOKENS).values

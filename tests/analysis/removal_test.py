@@ -16,7 +16,7 @@ BLOCK = 2
 
 
 def _sources(name, values):
-  """What a read chooses from, by column, after the given values."""
+  """The sources of a read, by column, after the given values."""
   if name != "block_attnres":
     return list(values)
   sources = [values[0]]
@@ -26,7 +26,7 @@ def _sources(name, values):
 
 
 def _mixture(name, model, l, sources, keep_M):
-  """What a read makes of the sources that are kept; 0 if none is."""
+  """The read of the sources that are kept; 0 if none is."""
   sources = jnp.stack(sources)
   if name == "prenorm":
     return jnp.einsum("M,MBTD->BTD", keep_M, sources)

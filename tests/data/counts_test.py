@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration names is what a run reads."""
+"""A run reads the text that its configuration names."""
 
 import json
 

@@ -44,7 +44,7 @@ SMALL = [
 
 
 def _texts(run):
-  """What a run of the page reads: a folder, or several, or one file."""
+  """The text that a run of the page reads: a folder, several, or one file."""
   named = dict(word.partition("=")[::2] for word in run)
   return named.get("--config.data.path") or named["--config.data.paths"]
 

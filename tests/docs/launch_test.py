@@ -83,7 +83,7 @@ def test_the_five_commands_are_those_that_are_printed():
   ids=lambda part: part if isinstance(part, str) else part[-1],
 )
 def test_commands_run_to_their_end(module, arguments, tmp_path):
-  """Those that need nothing but this machine; compilers take minutes."""
+  """Runs commands that need only this machine; compilers take minutes."""
   # A copy, as plans are added to a file there.
   shutil.copytree(tiny_run.ROOT / "configs", tmp_path / "configs")
   process = subprocess.run(

@@ -15,6 +15,7 @@ from tests import tiny_run
     ("test-all", "python -m pytest -n 3 --dist worksteal -k name"),
     ("test-slow", 'pytest -n 3 --dist worksteal -m "slow or not slow" -k name'),
     ("lint", "ruff check ."),
+    ("lint", "python dev/words.py"),
     ("demo", "python -m experiments.demo.run -k name"),
     ("sweep", "--launcher=together --set threads=3"),
     ("pod", "python -m attnres_jax.plan --config=configs/kimi_linear.py"),

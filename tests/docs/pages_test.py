@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page names is there: commands and flags, links, files, fields."""
+"""Pages name commands, flags, links, files and fields that are there."""
 
 import importlib
 import importlib.util

@@ -112,7 +112,7 @@ def test_any_norm_gives_what_ours_does(network, kind):
 
 @pytest.mark.parametrize("name", ["block_attnres", "full_attnres", "prenorm"])
 def test_a_layer_norm_is_applied_to_what_a_sublayer_reads(network, name):
-  """The same reads as with identities in front of sublayers with the norm."""
+  """Reads equal those with identities in front of sublayers with the norm."""
   config, _, sublayers, embedding_BTD = network
   config = dataclasses.replace(
     config, residual=dataclasses.replace(config.residual, name=name)

@@ -103,7 +103,7 @@ def test_rows_of_other_runs_stay_if_asked(tmp_path, monkeypatch):
 
 
 def test_rows_that_are_no_runs_are_adopted(tmp_path, monkeypatch):
-  """As a first hour has them."""
+  """A first hour has such rows."""
   (tmp_path / "README.md").write_text("<!-- results: x -->\n<!-- /results -->")
   place = readme_lib.Place(lambda rows: rows[0]["task"])
   published = readme_lib.Published(tmp_path, [place])

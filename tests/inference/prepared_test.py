@@ -36,7 +36,7 @@ def test_order_of_products(monkeypatch):
 
 
 def test_which_weights():
-  """Those of several heads: their own axis comes first, after the layers."""
+  """In weights of several heads, the axis of heads follows the layers."""
   model = tiny_network.model(mixers=("attention",))
   formats = prepared.formats(model)
   orders = {

@@ -112,7 +112,7 @@ def test_every_field_comes_back_or_is_refused(name, every):
 
 
 def test_a_field_that_no_table_knows_is_refused(monkeypatch):
-  """As a new field of ModelConfig is, until a family states it."""
+  """So is a new field of ModelConfig, until a family states it."""
   base, family = _base("attnres"), families.FAMILIES["attnres"]
   plain, networks = config_lib.ModelConfig(), {}
   for field, config in _changed(base):

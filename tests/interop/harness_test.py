@@ -121,7 +121,7 @@ def quiet(monkeypatch):
 
 
 def _theirs(folder, tasks, names, **options):
-  """The same tasks by the harness's own class for transformers."""
+  """Runs the tasks with the harness's own class for transformers."""
   from lm_eval import evaluator
   from lm_eval.models import huggingface
   from lm_eval.tasks import TaskManager

@@ -24,7 +24,7 @@ PACKED, SCALE = "weight_packed", "weight_scale"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  """As published: experts in four bits, and tensors of images beside them."""
+  """A checkpoint as published: experts in four bits, tensors of images."""
   path = tmp_path_factory.mktemp("k3")
   small_checkpoint.write(path, "kimi_k3")
   rng = np.random.default_rng(3)

@@ -131,7 +131,7 @@ def change_config(folder, **changes):
 
 
 def run_fields(folder):
-  """Of a run of two steps that goes on from one of these."""
+  """Fields of a run of two steps that starts from one of these."""
   return tiny_run.corpus(folder) | {
     "train.steps": 2, "optim.warmup_steps": 0, "train.eval_every": 0,
     "train.depth_every": 0, "train.eval_batches": 1, "data.source": "text",

@@ -170,7 +170,7 @@ def test_a_scheme_without_the_factor(plain):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-  """Of an imported network, and of the same with Block AttnRes."""
+  """Folders of an imported network, before and after Block AttnRes."""
   folder = tmp_path_factory.mktemp("upcycled")
   source, a, b = (folder / name for name in ("source", "a", "b"))
   small_checkpoint.write(source, num_layers=2)

@@ -33,7 +33,7 @@ def _network():
 
 
 def _with(**fields):
-  """The same parameters in a network with other options."""
+  """A network with other options and these parameters."""
   network = _network()
   config = dataclasses.replace(CONFIG, **fields)
   other = jax.eval_shape(lambda: models.build_model(config))

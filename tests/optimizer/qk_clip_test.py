@@ -155,7 +155,7 @@ def _program(parts=1, clip=0.0, devices=1, **fields):
 
 
 def _peaks_of(program, state, batch):
-  """Of the whole network: kind -> [L, N]."""
+  """Peaks of the whole network: kind -> [L, N]."""
   examples = train_state.loss_lib.Examples.of(batch)
   probed = qk_clip.with_probes(state.model)
   _, gradient = jax.jit(program.network.value_and_grad)(probed, examples)

@@ -52,7 +52,7 @@ def config(shape, mesh=None, *, scheme="block_attnres", pipeline=None, **model):
 
 @contextlib.contextmanager
 def in_float64(config):
-  """The same run in float64, which no config can request."""
+  """Results of the run in float64, which no config can request."""
   with (
     pytest.MonkeyPatch.context() as patch,
     jax.enable_x64(True),

@@ -23,7 +23,7 @@ def _losses(rng, seeds, noisier=1):
 @pytest.mark.parametrize("seeds", [2, 3, 6])
 @pytest.mark.parametrize("noisier", [1, 2, 5])
 def test_coverage(seeds, noisier):
-  """Of a variant as noisy as the others or noisier, and of the others."""
+  """Intervals cover the others and a variant that is as noisy, or noisier."""
   rng = np.random.default_rng(0)
   hits, deviations = [], []
   for _ in range(300):

@@ -102,7 +102,7 @@ class Open:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """What a mixer returns instead of new tokens, if they are stored already.
+  """Stands for new tokens that a mixer has already stored.
 
   Attributes:
     tokens: of all rows of the cache.
@@ -126,7 +126,7 @@ class Cache(NamedTuple):
 
 
 class Added(NamedTuple):
-  """What a chunk adds to a `Cache`.
+  """Tokens and states that a chunk adds to a `Cache`.
 
   Attributes:
     chunk: its tokens.
@@ -153,7 +153,7 @@ def map_both(tokens: Any, recurrent: Any, *caches: Any) -> Any:
 
 
 def separated(cache: Cache) -> Cache:
-  """The same cache as `Layers`."""
+  """The cache with an array per layer, as `Layers`."""
   states = {
     k: Layers(layer_stacks.unstacked(state))
     for k, state in cache.states.items()

@@ -199,7 +199,7 @@ class Residual(nnx.Module):
   def read(
     self, carry: Any, slot: Any, norm: Norm
   ) -> tuple[jax.Array | QKV, Any]:
-    """What a sublayer's core reads, norm(h_BTD), and the carry for `write`.
+    """Returns the input of a sublayer's core, norm(h_BTD), and `write`'s carry.
 
     By default, the norm of `input`, and the carry itself.
     """
@@ -364,7 +364,7 @@ def before_norm(residual: Residual, carry: Any, slot: Any) -> jax.Array | QKV:
 
 
 def query_input(h: jax.Array | QKV) -> jax.Array:
-  """What a sublayer reads [B, T, D]; the query's if there are several."""
+  """The read of a sublayer [B, T, D]; the query's if there are several."""
   return h.query if isinstance(h, QKV) else h
 
 

@@ -33,7 +33,7 @@ _CLOSED = -2.0
 
 
 class Carry(NamedTuple):
-  """What a read sees: its sources, in the scheme's form, and the stream.
+  """The input of a read: its sources, in the scheme's form, and the stream.
 
   Attributes:
     sources: of the attention.
@@ -296,7 +296,7 @@ class DeltaHeads(DeltaBlock):
 
 
 def _no_weights(sources: Sequence[jax.Array]) -> jax.Array:
-  """Of a read that does not attend, [M, B, T]."""
+  """Weights [M, B, T] of a read that does not attend: zeros."""
   return jnp.zeros((len(sources), *sources[0].shape[:2]), jnp.float32)
 
 

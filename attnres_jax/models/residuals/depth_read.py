@@ -197,7 +197,7 @@ class DepthAttention(base.Residual):
     )
 
   def _scales(self, name: str) -> tuple[int, ...] | None:
-    """Of each read, how many sources it sees, if that is its factor."""
+    """How many sources each read sees, if that number is its factor."""
     if self.options.scale == "mean":
       return None
     labels = self.source_labels()
@@ -389,7 +389,7 @@ class DepthAttention(base.Residual):
   def _null_logits(
     self, query_QD: jax.Array, null_Q11D: jax.Array, shape: tuple[int, ...]
   ) -> jax.Array:
-    """Of the null sources: as mixtures of one, these are log-normalisers."""
+    """Scores of null sources, the log-normalisers of mixtures of them alone."""
     logit_Q11H = jax.vmap(
       lambda query, null: definition.score(self.options, query, null, self.eps)
     )(query_QD, null_Q11D)

@@ -55,7 +55,7 @@ class StaticHyperConnections(streams_lib.Streams):
 
 
 class HyperConnections(StaticHyperConnections):
-  """The same, plus a part of each coefficient that depends on the streams.
+  """Adds a part to each coefficient that depends on the streams.
 
     alpha_i = s_a tanh(<n_i, w_a>) + static alpha_i
     beta_j = s_b tanh(<n_j, w_b>) + static beta_j

@@ -167,7 +167,7 @@ def doubly_stochastic(logits_CBT: jax.Array) -> jax.Array:
 
 
 def _log_sum(log_MMBT: jax.Array, axis: int) -> jax.Array:
-  """Of exponentials along an axis, which stays.
+  """Log sum exp along an axis, which stays.
 
   The sum is written out: on a CPU, XLA reduces so few entries in a scalar loop,
   which is 20 times slower.

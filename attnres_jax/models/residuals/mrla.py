@@ -58,11 +58,11 @@ class Projections(nnx.Module):
     self.value = draw("LWD", _TOKEN_TAPS, width)
 
   def queries(self, l: int, x_BTD: jax.Array) -> jax.Array:
-    """Of each head [B, T, N, H], of the l-th layer, from 0."""
+    """Queries of each head [B, T, N, H] in layer l, counted from 0."""
     return self._heads(_over_channels(x_BTD, self.query[l]))
 
   def keys(self, l: int, x_BTD: jax.Array) -> jax.Array:
-    """Of each head, like `queries`."""
+    """Keys of each head, shaped like `queries`."""
     return self._heads(_over_channels(x_BTD, self.key[l]))
 
   def values(self, l: int, x_BTD: jax.Array) -> jax.Array:

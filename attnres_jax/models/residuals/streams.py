@@ -45,7 +45,7 @@ State = tuple[jax.Array, ...]
 
 
 class Coefficients(NamedTuple):
-  """Of one sublayer; B and T are 1 where they do not depend on the token."""
+  """Factors of one sublayer; B and T are 1 where no token changes them."""
 
   read_MBT: jax.Array
   write_MBT: jax.Array
@@ -81,7 +81,7 @@ class Streams(base.Residual):
     self._rounds = config.residual.stream_dtype == "bfloat16"
 
   def coefficients(self, streams: Any) -> Any:
-    """Of a sublayer that reads `streams`; `self` has its parameters only."""
+    """Coefficients for `streams`; `self` has the parameters of one sublayer."""
     raise NotImplementedError
 
   def init(self, embedding_BTD: jax.Array) -> Any:

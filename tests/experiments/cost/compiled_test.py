@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program counts as."""
+"""Bytes, time and kernels of a compiled program."""
 
 import os
 import subprocess
@@ -83,7 +83,7 @@ def test_the_least_of_decoding_is_its_own_cache():
 
 @pytest.mark.more
 def test_blocks_of_a_prompt_on_one_chip():
-  """As many as on each of eight chips with eight times the tokens."""
+  """One chip holds as many as each of eight with eight times the tokens."""
   case = compiled.Case(
     "prefill", "v5p", "paper", "block_attnres", 1, 16_384, length=131_072
   )

@@ -14,7 +14,7 @@ from tests import tiny_network
 
 
 def test_finished_runs(tmp_path):
-  """Of the variants asked for, done, and at their own rate and budget."""
+  """Runs of these variants that are done, at their own rate and budget."""
   runs = grid.load("experiments/ablations/config.py:seeds=2,runlocal=true")
   runs = folder_lib.prepare(tmp_path, runs, "ablations")
   for planned in runs:

@@ -43,7 +43,7 @@ def _block_size(name):
 
 
 def _kinds(name):
-  """Of the sublayers: a pattern that repeats, so that a scan may run them."""
+  """Kinds of sublayers, in a repeated pattern that a scan may run."""
   # Programs of streams are the largest, and all their sublayers are alike.
   is_large = issubclass(residuals.RESIDUALS[name], streams.Streams)
   return trunks.KINDS[:1] * 2 if is_large else trunks.KINDS * 2
