@@ -14,7 +14,6 @@ WORDS = set(
   " traced wanted whole".split()
 )
 # Folders and files that are not clean yet; the list only shrinks.
-# Folders and files that are not clean yet; the list only shrinks.
 UNCLEAN = (
   "attnres_jax/common/", "attnres_jax/config/", "attnres_jax/main.py",
   "attnres_jax/models/expert_parallel.py", "attnres_jax/plan/",
