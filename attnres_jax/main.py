@@ -74,14 +74,9 @@ def _train(options: argparse.Namespace) -> exits.Exit:
       plans=options.plans,
     )
   except Exception as error:
-    # What is wrong with a run, all processes find together, but not a device
-    # that runs out of memory in a step.
-    alone = exits.is_of_jax(error)
-    alone |= exits.of_error(error) == exits.Exit.AGAIN
-    alone &= not isinstance(error, exits.HeldError)
-    if not (options.distributed and alone):
-      raise
-    _leave(error)
+    if options.distributed and _is_alone(error):
+      _leave(error)
+    raise
   if summary["status"] == "stopped":
     _say_stopped(summary["step"])
   else:
@@ -96,6 +91,18 @@ def _train(options: argparse.Namespace) -> exits.Exit:
     print(account.end_line(summary))
   stopped = summary["status"] == "stopped"
   return exits.Exit.STOPPED if stopped else exits.Exit.DONE
+
+
+def _is_alone(error: Exception) -> bool:
+  """Whether other processes may not have this error, and wait for this one."""
+  from attnres_jax.common import processes
+
+  if isinstance(error, exits.HeldError):
+    return False
+  # Such as a device that runs out of memory in a step.
+  if exits.is_of_jax(error) or exits.of_error(error) == exits.Exit.AGAIN:
+    return True
+  return not processes.all_come("the run is refused")
 
 
 def _say_stopped(step: int) -> None:

@@ -7,7 +7,7 @@ together, by the extra of the accelerator: `cuda12`, `cuda13` or `tpu`. Colab
 downloads this file alone, so it imports the library only where it is installed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import glob
 import importlib.metadata
@@ -88,6 +88,35 @@ def train(config: Any) -> tuple[Any, Any, Any]:
   rows = metrics.read_rows(folder, "validation")
   steps, losses = zip(*((row["step"], row["loss"]) for row in rows))
   return checkpoint.load_model(folder)[1], steps, losses
+
+
+def race(configs: Mapping[str, Any]) -> dict[str, Any]:
+  """Trains networks, by schemes, one after another; returns them.
+
+  Their validation losses are drawn as soon as the first one is trained, and
+  again after each of the others.
+  """
+  from IPython import display
+  import matplotlib.pyplot as plt
+
+  from attnres_jax.analysis import figures
+
+  chart, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+  plt.close(chart)  # Shown here, not once more when the cell ends.
+  networks, shown = {}, None
+  for scheme, config in configs.items():
+    networks[scheme], steps, losses = train(config)
+    label, look = figures.name_of(scheme), figures.style_of(scheme)
+    axes.plot(steps, losses, marker="o", markersize=3, label=label, **look)
+    axes.set(xlabel="step", ylabel="validation loss, nats per byte")
+    axes.legend(frameon=False)
+    figures.style(axes)
+    if shown is None:
+      shown = display.display(chart, display_id=True)
+    elif shown:
+      shown.update(chart)
+    print(f"{label:15} validation loss {losses[-1]:.3f} nats per byte")
+  return networks
 
 
 def fetch(path: str) -> pathlib.Path:

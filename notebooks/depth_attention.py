@@ -4,8 +4,8 @@
 # A sublayer of a transformer reads a sum in which every earlier output has the
 # same weight. Attention Residuals ([arXiv:2603.15031](https://arxiv.org/abs/2603.15031))
 # let it choose. First the problem, then an example small enough to follow every
-# number, then a network that this notebook trains on your machine, with your own
-# text. Two or three minutes on a CPU.
+# number, then a trained network that comes with the library, with your own text.
+# One or two minutes on a CPU.
 
 # %%
 import jax
@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from attnres_jax import data
-from attnres_jax import load_config
+from attnres_jax import load_trained
 from attnres_jax.analysis import edited
 from attnres_jax.pipeline import schedule
 from notebooks import colab
@@ -141,35 +140,12 @@ draw_weights(attend(6, 1)[3][1], "Full: what layer 4 reads")
 # A sum tends to grow with depth. A read of Full AttnRes is a weighted mean, so
 # it is never longer than its longest source.
 #
-# ### What a published article gets wrong
+# ### Three things to keep apart
 #
-# A published explanation uses this example. Its softmax of 0.2, 0.8, 1.5 and 0.6
-# is 0.08, 0.15, 0.55 and 0.22. A softmax gives:
-
-
-# %%
-def draw_pairs(names, first, second, ticks, title=""):
-  with colab.figure(6.5, 2.6, title=title) as axes:
-    for shift, values, name in zip((-0.2, 0.2), (first, second), names):
-      bars = axes.bar(np.arange(len(ticks)) + shift, values, 0.38, label=name)
-      axes.bar_label(bars, fmt="%.3f", fontsize=7)
-    axes.set_xticks(range(len(ticks)), ticks)
-    axes.margins(y=0.15)
-
-
-scores = np.asarray([0.2, 0.8, 1.5, 0.6])
-draw_pairs(
-  ("printed", "softmax"), [0.08, 0.15, 0.55, 0.22], softmax(scores),
-  [f"score {score}" for score in scores],
-)  # fmt: skip
-
-# %% [markdown]
-# Three more corrections, of which the code above shows the first two:
-#
-# | the article | the paper |
+# | not | but (arXiv:2603.15031) |
 # |---|---|
-# | layers attend only at the start of a block | every layer attends; the running sum is one more source |
-# | the normalised sources are mixed | only keys are normalised; values keep their length |
+# | layers attend at the start of a block only | every layer attends; the running sum is one more source (Alg. 1) |
+# | normalised sources are mixed | keys are normalised; values keep their length (Eq. 2-4) |
 # | early layers of a residual stream get too little gradient | they get the most (Fig. 5c) |
 #
 # ### Turn the pseudo-query
@@ -246,45 +222,40 @@ for rule in schedule.RULES:
 # %% [markdown]
 # ## In a trained network
 #
-# A byte-level network of eight sublayers with Full AttnRes, trained for about a
-# minute on the standard library of the running Python.
+# A byte-level network of sixteen sublayers with Full AttnRes comes with the
+# library. It was trained on the standard library of Python.
 
 # %%
-steps = {"train.steps": 200, "train.eval_every": 200, "train.depth_every": 0}
-config = load_config(
-  "attnres_jax:lm:size=micro,residual=full_attnres",
-  steps | {"optim.peak_lr": 4e-3},
-)
-model, _, losses = colab.train(config)
-tokenizer = data.make_tokenizer(config.data)
+model = load_trained("full_attnres")
 labels = model.residual.source_labels()
-print(f"validation loss {losses[-1]:.3f} nats per byte")
+READOUT = len(labels)
+print(f"{READOUT} reads; the last one goes to the head")
 
 # %% [markdown]
 # ### Your own text
 #
-# A column is a byte, a row a source of one read. Read 9 is the readout,
-# which goes to the head. A bright cell has most of the weight of its column.
+# A column is a byte, a row a source of one read. A bright cell has most of the
+# weight of its column.
 
 
 # %%
 @jax.jit
 def trace(model, tokens_BT):
-  """Values [9, B, T, D], and weights [read, source, B, T] with zeros behind."""
+  """Values [M, B, T, D], and weights [read, M, B, T] with zeros behind."""
   values = model.trace(tokens_BT).values
   pad = lambda w: jnp.pad(w, ((0, len(values) - len(w)), (0, 0), (0, 0)))
   weights = model.residual.depth_weights(values)
   return jnp.stack(values), jnp.stack([pad(weight) for weight in weights])
 
 
-encode = lambda text: np.asarray([tokenizer.encode(text)], np.int32)
+encode = lambda text: np.asarray([list(text.encode())], np.int32)
 TEXT = "def mean(values):\n  return sum(values) / len("
 
 
 def show_read(text, read):
   names = labels[read - 1]
   weights_MT = trace(model, encode(text))[1][read - 1, : len(names), 0]
-  title = "the readout" if read == 9 else f"what sublayer {read} reads"
+  title = "the readout" if read == READOUT else f"what sublayer {read} reads"
   marks = [chr(b) if 32 < b < 127 else "·" for b in text.encode()]
   with colab.figure(10, 2.6, title=title) as axes:
     shown = axes.imshow(weights_MT, aspect="auto", vmin=0, vmax=1, cmap="magma")
@@ -293,7 +264,7 @@ def show_read(text, read):
     axes.figure.colorbar(shown, label="weight")
 
 
-colab.play(show_read, text=TEXT, read=(6, 1, 9))
+colab.play(show_read, text=TEXT, read=(6, 1, READOUT))
 
 # %% [markdown]
 # ### Knock a source out
@@ -326,11 +297,20 @@ def knock_out(text, read, source):
     return
   before, after = next_of(model, encode(text), read - 1, source)
   top = np.argsort(-np.maximum(before, after))[:8]
-  draw_pairs(
-    ("before", "after"), before[top], after[top],
-    [repr(chr(token)) for token in top],
-    f"next character, read {read} without {names[source]}",
-  )  # fmt: skip
+  title = f"next character, read {read} without {names[source]}"
+  with colab.figure(6.5, 2.6, title=title) as axes:
+    for shift, values, name in (
+      (-0.2, before, "before"),
+      (0.2, after, "after"),
+    ):
+      bars = axes.bar(
+        np.arange(len(top)) + shift, values[top], 0.38, label=name
+      )
+      axes.bar_label(bars, fmt="%.3f", fontsize=7)
+    axes.set_xticks(range(len(top)), [repr(chr(token)) for token in top])
+    axes.margins(y=0.15)
 
 
-colab.play(knock_out, text=TEXT, read=(2, 1, 9), source=(0, 0, 8))
+colab.play(
+  knock_out, text=TEXT, read=(2, 1, READOUT), source=(0, 0, READOUT - 1)
+)

@@ -14,7 +14,6 @@ import numpy as np
 from attnres_jax import analysis
 from attnres_jax import build_model
 from attnres_jax import load_config
-from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import prenorm
@@ -78,14 +77,7 @@ print("largest difference of logits:", float(jnp.abs(first - second).max()))
 # Same data in the same order, same initial weights, same rate.
 
 # %%
-trained = {}
-labels = {"xlabel": "step", "ylabel": "validation loss, nats per byte"}
-with colab.figure(6, 3, **labels) as axes:
-  for name in schemes:
-    trained[name], steps, losses = colab.train(make_config(name))
-    label, colour = figures.name_of(name), figures.style_of(name)["color"]
-    axes.plot(steps, losses, "o-", markersize=3, label=label, color=colour)
-    print(f"{label:10} validation loss {losses[-1]:.3f}")
+trained = colab.race({name: make_config(name) for name in schemes})
 
 # %% [markdown]
 # One seed and small networks: a difference here is a reason to look closer, no

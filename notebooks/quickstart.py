@@ -15,15 +15,12 @@
 # on two idle CPU cores. (Busy ones made the outputs below.)
 
 # %%
-import time
-
 import jax
 import jax.numpy as jnp
 
 from attnres_jax import analysis
 from attnres_jax import data
 from attnres_jax import load_config
-from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
 import attnres_kernels
 from notebooks import colab
@@ -60,16 +57,8 @@ def make_config(residual):
   return load_config(f"attnres_jax:lm:size=micro,residual={residual}", fields)
 
 
-trained = {}
-start = time.perf_counter()
-labels = {"xlabel": "step", "ylabel": "validation loss, nats per byte"}
-with colab.figure(6, 3, **labels) as axes:
-  for name in ("prenorm", "full_attnres", "block_attnres"):
-    trained[name], steps, losses = colab.train(make_config(name))
-    label, look = figures.name_of(name), figures.style_of(name)
-    axes.plot(steps, losses, marker="o", markersize=3, label=label, **look)
-    print(f"{label:15} validation loss {losses[-1]:.3f} nats per byte")
-print(f"{time.perf_counter() - start:.0f} s in all")
+schemes = "prenorm", "full_attnres", "block_attnres"
+trained = colab.race({name: make_config(name) for name in schemes})
 
 # %% [markdown]
 # With one seed, small networks and a minute of training, a difference is a hint

@@ -448,6 +448,36 @@ def test_a_scheme_with_a_fault_has_one_line_and_no_folder(
   assert not list(tmp_path.iterdir())
 
 
+def test_a_field_that_does_not_say_what_it_affects_is_told_at_import():
+  with pytest.raises(TypeError, match=r"config\.optim\.new: say what"):
+
+    class _Options(fields.Checked, prefix="optim"):
+      old: fields.Update[fields.Size] = 1
+      new: fields.Size = 1
+
+  with pytest.raises(ValueError, match="expected some of"):
+    fields.affects("speed")
+
+
+@pytest.mark.parametrize(
+  "field,effects",
+  [
+    ("model.width", "function step"),
+    ("model.residual.read.query_init", "draw"),
+    ("model.kda.chunk_size", "execution step"),
+    ("model.dtype", "precision step"),
+    ("data.path", "place"),
+    ("data.batch_size", "batches step"),
+    ("optim.peak_lr", "update"),
+    ("train.log_every", "log"),
+    ("mesh.fsdp", "execution step"),
+    ("seed", "draw"),
+  ],
+)
+def test_what_a_field_affects(field, effects):
+  assert c.affects(field) == set(effects.split())
+
+
 def test_choices_are_those_of_the_registries():
   registries = {
     "data.source": sources.SOURCES,

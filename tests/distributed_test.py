@@ -114,16 +114,21 @@ _MEETING = """
 import sys
 import jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from attnres_jax.sweep import work
-print(work.all_come("both"))
-work._BARRIER_SECONDS = 1.0
-if sys.argv[2] == "0":
-  print(work.all_come("one"))
+from attnres_jax.common import processes
+process = int(sys.argv[2])
+print(processes.is_first(), processes.text_of_first("é" * 9 ** process))
+print(processes.number_of_first(7 + process), processes.gather(process))
+print(processes.all_hold(True), processes.is_same(sys.argv[2]))
+print(processes.all_come("both"))
+processes._BARRIER_SECONDS = 1.0
+if process == 0:
+  print(processes.all_come("one"))
 """
 
 
 @pytest.mark.more
-def test_a_process_that_is_refused_alone_does_not_wait_for_ever():
+def test_what_processes_tell_each_other():
+  """A process that is refused alone does not wait for ever."""
   address = tiny_run.free_address()
   processes = [
     subprocess.Popen(
@@ -134,7 +139,8 @@ def test_a_process_that_is_refused_alone_does_not_wait_for_ever():
     for i in range(2)
   ]
   outputs = [process.communicate(timeout=300)[0] for process in processes]
-  assert outputs == ["True\nFalse\n", "True\n"]
+  shared = "é\n7 [0, 1]\nTrue False\nTrue\n"
+  assert outputs == [f"True {shared}False\n", f"False {shared}"]
 
 
 @pytest.mark.slow

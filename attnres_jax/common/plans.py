@@ -42,14 +42,6 @@ COLUMNS = {
   "tile_tokens": "loss.tile_tokens",
 }
 _KEYS = ("config_hash", "device_kind", "devices")
-# Fields, or the beginnings of their names, that determine memory and time of a
-# step, in addition to those that a plan replaces.
-_OF_STEP = (
-  "model.", "loss.", "data.sequence_length", "data.batch_size",
-  "data.segment_ids", "optim.name", "optim.qk_clip",
-  "mesh.tensor", "pipeline.", "train.average_last", "train.compiler_options",
-)  # fmt: skip
-
 Path = os.PathLike[str] | str
 
 
@@ -197,9 +189,9 @@ def config_hash(config: config_lib.RunConfig) -> str:
   fields = {
     name: value
     for name, value in config_lib.flatten(config_lib.to_dict(config)).items()
-    if name.startswith(_OF_STEP)
+    if value != default[name]
     and name not in COLUMNS.values()
-    and value != default[name]
+    and "step" in config_lib.affects(name)
   }
   text = json.dumps(fields, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -22,6 +22,7 @@ from attnres_jax.config.errors import choose as choose
 from attnres_jax.config.errors import fail as fail
 from attnres_jax.config.errors import fail_argument as fail_argument
 from attnres_jax.config.load import Source as Source
+from attnres_jax.config.load import affects as affects
 from attnres_jax.config.load import build_run_config as build_run_config
 from attnres_jax.config.load import default_config as default_config
 from attnres_jax.config.load import differences as differences

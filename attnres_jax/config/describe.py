@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import re
 import textwrap
-import typing
 from typing import Any
 
 from attnres_jax.config import errors
@@ -49,7 +48,7 @@ def meanings(cls: type) -> dict[str, str]:
 def _entries(
   config: Any, prefix: str, of_part: dict[str, fields.Accepted] | None = None
 ) -> Iterator[tuple[str, str]]:
-  kinds = typing.get_type_hints(type(config), include_extras=True)
+  kinds = fields.kinds(type(config))
   meaning = meanings(type(config))
   for field in dataclasses.fields(config):
     value = getattr(config, field.name)

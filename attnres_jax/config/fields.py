@@ -4,17 +4,22 @@
 A dataclass that inherits from `Checked` compares every value with the type of
 its field: one of the numbers below, `Literal` for a choice of names, a tuple,
 or another dataclass. Floats have to be finite and within the range of float32.
+
+A field of a config also says what it affects, such as `Function[Size]`; a class
+with a field that does not is refused at import. What may change at a resume,
+what an export has to state and what a plan depends on follow from this.
 """
 
 from collections.abc import Callable
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import operator
 import os
 import typing
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from attnres_jax.config import errors
 
@@ -29,6 +34,45 @@ class Accepted(NamedTuple):
   most: int = 2**31 - 1
   change: Callable[[Any], Any] = lambda value: value
 
+
+class Affects(NamedTuple):
+  """What follows from a field."""
+
+  what: frozenset[str]
+
+
+# What a field may affect, besides the program of a step and what it costs.
+EFFECTS = {
+  "function": "which function of its parameters the network is",
+  "precision": "the types in which numbers are kept",
+  "draw": "the initial weights",
+  "update": "what a step does with gradients",
+  "text": "which text is read",
+  "batches": "which of its rows a step or an evaluation reads",
+  "execution": "how the same is computed, where and how fast",
+  "place": "where files are, whose content is checked otherwise",
+  "log": "what is written, watched or refused",
+}
+_T = TypeVar("_T")
+
+
+def affects(*what: str) -> Affects:
+  """For the `Annotated` type of a field: names of `EFFECTS`, and "step"."""
+  unknown = set(what) - {*EFFECTS, "step"}
+  if unknown or not what:
+    raise ValueError(f"affects {what}: expected some of {[*EFFECTS, 'step']}")
+  return Affects(frozenset(what))
+
+
+Function = Annotated[_T, affects("function", "step")]
+Precision = Annotated[_T, affects("precision", "step")]
+Draw = Annotated[_T, affects("draw")]
+Update = Annotated[_T, affects("update")]
+Text = Annotated[_T, affects("text")]
+Batches = Annotated[_T, affects("batches")]
+Execution = Annotated[_T, affects("execution", "step")]
+Place = Annotated[_T, affects("place")]
+Log = Annotated[_T, affects("log")]
 
 _ABOVE_0 = Accepted(lambda x: x > 0, "a number above 0")
 _AT_LEAST_0 = Accepted(lambda x: x >= 0, "a number of at least 0")
@@ -92,9 +136,15 @@ class Checked:
 
   def __init_subclass__(cls, prefix: str = "", root: str = "config."):
     cls._prefix = f"{root}{prefix}." if prefix else root
+    for name, effects in _effects(cls).items() if root == "config." else ():
+      if not effects:
+        raise TypeError(
+          f"{cls._prefix}{name}: say what the field affects, such as"
+          " fields.Function[TYPE] (attnres_jax.config.fields.EFFECTS)"
+        )
 
   def __post_init__(self):
-    for name, kind in _kinds(type(self)).items():
+    for name, kind in kinds(type(self)).items():
       value = accept(self._prefix + name, getattr(self, name), kind)
       object.__setattr__(self, name, value)
 
@@ -235,5 +285,47 @@ def _number(name: str, value: Any, kind: type) -> int | float:
 
 
 @functools.cache
-def _kinds(cls: type) -> dict[str, Any]:
-  return typing.get_type_hints(cls, include_extras=True)
+def kinds(cls: type) -> dict[str, Any]:
+  """Type of each field, without what it affects."""
+  hints = typing.get_type_hints(cls, include_extras=True)
+  fields = {name: hints[name] for name in _names(cls)}
+  return {name: _without_effects(kind) for name, kind in fields.items()}
+
+
+def affected(cls: type, name: str) -> frozenset[str]:
+  """What a field affects, some of `EFFECTS` and "step".
+
+  Args:
+    cls: of a config or of a part of one.
+    name: of the field below it, with dots.
+  """
+  part, _, rest = name.partition(".")
+  return affected(kinds(cls)[part], rest) if rest else _effects(cls)[part]
+
+
+@functools.cache
+def _effects(cls: type) -> dict[str, frozenset[str]]:
+  """What each field affects; parts have fields of their own."""
+  hints = typing.get_type_hints(cls, include_extras=True)
+  return {
+    name: frozenset().union(
+      *(m.what for m in typing.get_args(kind)[1:] if isinstance(m, Affects))
+    )
+    for name in _names(cls)
+    if not dataclasses.is_dataclass(kind := hints[name])
+  }
+
+
+def _names(cls: type) -> list[str]:
+  """Of annotated fields, also before `dataclass` has seen the class."""
+  return [
+    name for base in cls.__mro__ for name in inspect.get_annotations(base)
+  ]
+
+
+def _without_effects(kind: Any) -> Any:
+  if typing.get_origin(kind) is not Annotated:
+    return kind
+  plain_kind, *metadata = typing.get_args(kind)
+  metadata = [m for m in metadata if not isinstance(m, Affects)]
+  return Annotated[plain_kind, *metadata] if metadata else plain_kind

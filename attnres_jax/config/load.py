@@ -275,6 +275,11 @@ def to_json(config: RunConfig) -> str:
   return json.dumps(to_dict(config), indent=2) + "\n"
 
 
+def affects(name: str) -> frozenset[str]:
+  """What a field such as "optim.peak_lr" affects (`fields.EFFECTS`)."""
+  return fields_lib.affected(RunConfig, name)
+
+
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   """Nested dict to {dotted name: value}."""
   flat = {}
@@ -375,7 +380,7 @@ def _call(get_config: Any, arg: str) -> Any:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
-  kinds = typing.get_type_hints(cls)
+  kinds = fields_lib.kinds(cls)
   given = {}
   for name, value in values.items():
     kind = choose(f"{prefix}{name}", str(name), kinds)
@@ -433,8 +438,7 @@ def _kind(name: str, value: Any) -> Any:
   for depth, part in enumerate(parts, start=1):
     if not dataclasses.is_dataclass(kind):
       fail(name, value, "the name of a field")
-    kinds = typing.get_type_hints(kind, include_extras=True)
-    kinds = {f.name: kinds[f.name] for f in dataclasses.fields(kind)}
+    kinds = fields_lib.kinds(kind)
     if part not in kinds:
       listed = ", ".join(sorted(kinds))
       fail(".".join(parts[:depth]), part, f"one of {listed}{hint(part)}")

@@ -44,17 +44,17 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
       become Full or Block AttnRes (`attnres_jax.interop.upcycle`).
   """
 
-  heads: fields.Count = 0
-  query: Literal["learned", "input", "static"] = "learned"
-  query_init: fields.NotNegative = 0.0
-  logit_scale: fields.Positive = 1.0
-  score: Literal["softmax", "sigmoid"] = "softmax"
-  key_norm: bool = True
-  rank: fields.Count = 0
-  window: fields.Count = 0
-  null: Literal["none", "zero", "learned"] = "none"
-  value_query: bool = False
-  scale: Literal["mean", "sum"] = "mean"
+  heads: fields.Function[fields.Count] = 0
+  query: fields.Function[Literal["learned", "input", "static"]] = "learned"
+  query_init: fields.Draw[fields.NotNegative] = 0.0
+  logit_scale: fields.Function[fields.Positive] = 1.0
+  score: fields.Function[Literal["softmax", "sigmoid"]] = "softmax"
+  key_norm: fields.Function[bool] = True
+  rank: fields.Function[fields.Count] = 0
+  window: fields.Function[fields.Count] = 0
+  null: fields.Function[Literal["none", "zero", "learned"]] = "none"
+  value_query: fields.Function[bool] = False
+  scale: fields.Function[Literal["mean", "sum"]] = "mean"
 
   def __post_init__(self):
     super().__post_init__()
@@ -126,16 +126,18 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
     read: how depth attention scores and weighs its sources.
   """
 
-  name: str = "block_attnres"
-  block_size: fields.Count = 0
-  num_blocks: fields.Count = 0
+  name: fields.Function[str] = "block_attnres"
+  block_size: fields.Function[fields.Count] = 0
+  num_blocks: fields.Function[fields.Count] = 0
   alternatives = (("block_size",), ("num_blocks",))
-  form: Literal["two_phase", "one_softmax"] = "two_phase"
-  schedule_size: fields.Size = 6
-  rank: fields.Count = 0
-  streams: fields.Size = 4
-  stream_dtype: Literal["float32", "bfloat16"] = "float32"
-  gate: Literal["own", "one", "zero", "scalar", "vector"] = "own"
+  form: fields.Execution[Literal["two_phase", "one_softmax"]] = "two_phase"
+  schedule_size: fields.Execution[fields.Size] = 6
+  rank: fields.Function[fields.Count] = 0
+  streams: fields.Function[fields.Size] = 4
+  stream_dtype: fields.Precision[Literal["float32", "bfloat16"]] = "float32"
+  gate: fields.Function[Literal["own", "one", "zero", "scalar", "vector"]] = (
+    "own"
+  )
   read: DepthReadConfig = DepthReadConfig()
 
   def __post_init__(self):
@@ -166,9 +168,9 @@ class AttentionConfig(fields.Checked, prefix="model.attention"):
       positions (Qwen3).
   """
 
-  qkv_bias: bool = False
-  output_bias: bool = False
-  qk_norm: bool = False
+  qkv_bias: fields.Function[bool] = False
+  output_bias: fields.Function[bool] = False
+  qk_norm: fields.Function[bool] = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,11 +188,19 @@ class RopeConfig(fields.Checked, prefix="model.rope"):
     original_length: tokens per sequence of the first training.
   """
 
-  scaling: Literal["none", "llama3"] = "none"
-  factor: fields.Positive = fields.acts(8.0, scaling=("llama3",))
-  low_turns: fields.Positive = fields.acts(1.0, scaling=("llama3",))
-  high_turns: fields.Positive = fields.acts(4.0, scaling=("llama3",))
-  original_length: fields.Size = fields.acts(8192, scaling=("llama3",))
+  scaling: fields.Function[Literal["none", "llama3"]] = "none"
+  factor: fields.Function[fields.Positive] = fields.acts(
+    8.0, scaling=("llama3",)
+  )
+  low_turns: fields.Function[fields.Positive] = fields.acts(
+    1.0, scaling=("llama3",)
+  )
+  high_turns: fields.Function[fields.Positive] = fields.acts(
+    4.0, scaling=("llama3",)
+  )
+  original_length: fields.Function[fields.Size] = fields.acts(
+    8192, scaling=("llama3",)
+  )
 
   def __post_init__(self):
     super().__post_init__()
@@ -208,9 +218,11 @@ class ActivationConfig(fields.Checked, prefix="model.activation"):
     up_bound: of the factor beside the gate.
   """
 
-  name: Literal["silu", "situ"] = "silu"
-  gate_bound: fields.Positive = fields.acts(4.0, name=("situ",))
-  up_bound: fields.Positive = fields.acts(25.0, name=("situ",))
+  name: fields.Function[Literal["silu", "situ"]] = "silu"
+  gate_bound: fields.Function[fields.Positive] = fields.acts(
+    4.0, name=("situ",)
+  )
+  up_bound: fields.Function[fields.Positive] = fields.acts(25.0, name=("situ",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,13 +244,13 @@ class KdaConfig(fields.Checked, prefix="model.kda"):
       b)) (5 in Kimi K3); 0 for none, -exp(a) softplus(W_f x + b).
   """
 
-  head_width: fields.Size = 128
-  conv_width: fields.Size = 4
-  gate_rank: fields.Size = 128
-  chunk_size: fields.Size = 64
-  save: Literal["chunks", "arguments"] = "chunks"
-  full_rank_gate: bool = False
-  decay_bound: fields.NotNegative = 0.0
+  head_width: fields.Function[fields.Size] = 128
+  conv_width: fields.Function[fields.Size] = 4
+  gate_rank: fields.Function[fields.Size] = 128
+  chunk_size: fields.Execution[fields.Size] = 64
+  save: fields.Execution[Literal["chunks", "arguments"]] = "chunks"
+  full_rank_gate: fields.Function[bool] = False
+  decay_bound: fields.Function[fields.NotNegative] = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,13 +270,13 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
       input (Kimi K3).
   """
 
-  latent_rank: fields.Size = 512
-  nope_width: fields.Size = 128
-  shared_width: fields.Size = 64
-  value_width: fields.Size = 128
-  latent_eps: fields.Positive = 1e-6
-  query_rank: fields.Count = 0
-  output_gate: bool = False
+  latent_rank: fields.Function[fields.Size] = 512
+  nope_width: fields.Function[fields.Size] = 128
+  shared_width: fields.Function[fields.Size] = 64
+  value_width: fields.Function[fields.Size] = 128
+  latent_eps: fields.Function[fields.Positive] = 1e-6
+  query_rank: fields.Function[fields.Count] = 0
+  output_gate: fields.Function[bool] = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,14 +296,26 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
     latent_norm: the weighted sum of their outputs is normalised.
   """
 
-  num_experts: fields.Count = 0
-  top_k: fields.Size = fields.acts(8, num_experts=fields.SOME)
-  expert_width: fields.Count = fields.acts(0, num_experts=fields.SOME)
-  num_shared: fields.Count = fields.acts(1, num_experts=fields.SOME)
-  scaling_factor: fields.Positive = fields.acts(2.446, num_experts=fields.SOME)
-  dense_layers: fields.Count = fields.acts(0, num_experts=fields.SOME)
-  latent_width: fields.Count = fields.acts(0, num_experts=fields.SOME)
-  latent_norm: bool = fields.acts(False, num_experts=fields.SOME)
+  num_experts: fields.Function[fields.Count] = 0
+  top_k: fields.Function[fields.Size] = fields.acts(8, num_experts=fields.SOME)
+  expert_width: fields.Function[fields.Count] = fields.acts(
+    0, num_experts=fields.SOME
+  )
+  num_shared: fields.Function[fields.Count] = fields.acts(
+    1, num_experts=fields.SOME
+  )
+  scaling_factor: fields.Function[fields.Positive] = fields.acts(
+    2.446, num_experts=fields.SOME
+  )
+  dense_layers: fields.Function[fields.Count] = fields.acts(
+    0, num_experts=fields.SOME
+  )
+  latent_width: fields.Function[fields.Count] = fields.acts(
+    0, num_experts=fields.SOME
+  )
+  latent_norm: fields.Function[bool] = fields.acts(
+    False, num_experts=fields.SOME
+  )
 
   def __post_init__(self):
     super().__post_init__()
@@ -366,27 +390,29 @@ class ModelConfig(fields.Checked, prefix="model"):
       of those of the first mixer of its kind (`models.value_residual`).
   """
 
-  vocab_size: fields.Count = 0
-  width: fields.Size = 128
-  num_layers: fields.Layers = 8
-  mixers: tuple[str, ...] = ("attention",)
-  last_mixer: str = ""
-  num_heads: fields.Size = 4
-  num_kv_heads: fields.Count = 0
-  head_width: fields.Count = 0
-  attention_kernel: Literal["auto", "tiled", "splash", "cudnn"] = "auto"
-  mlp_width: fields.Count = 0
-  qkv_norm: bool = False
-  rope_theta: fields.NotNegative = 10_000.0
-  norm_eps: fields.Positive = 1e-6
-  tie_embeddings: bool = False
-  logit_soft_cap: fields.NotNegative = 0.0
-  init_std: fields.Positive = 0.02
-  dtype: Literal["float32", "bfloat16"] = "float32"
-  parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-  remat: Literal["none", "full", "attention", "dots"] = "none"
-  scan_layers: bool = True
-  depth_loop: Literal["unrolled", "scan"] = "unrolled"
+  vocab_size: fields.Function[fields.Count] = 0
+  width: fields.Function[fields.Size] = 128
+  num_layers: fields.Function[fields.Layers] = 8
+  mixers: fields.Function[tuple[str, ...]] = ("attention",)
+  last_mixer: fields.Function[str] = ""
+  num_heads: fields.Function[fields.Size] = 4
+  num_kv_heads: fields.Function[fields.Count] = 0
+  head_width: fields.Function[fields.Count] = 0
+  attention_kernel: fields.Execution[
+    Literal["auto", "tiled", "splash", "cudnn"]
+  ] = "auto"
+  mlp_width: fields.Function[fields.Count] = 0
+  qkv_norm: fields.Function[bool] = False
+  rope_theta: fields.Function[fields.NotNegative] = 10_000.0
+  norm_eps: fields.Function[fields.Positive] = 1e-6
+  tie_embeddings: fields.Function[bool] = False
+  logit_soft_cap: fields.Function[fields.NotNegative] = 0.0
+  init_std: fields.Draw[fields.Positive] = 0.02
+  dtype: fields.Precision[Literal["float32", "bfloat16"]] = "float32"
+  parameter_dtype: fields.Precision[Literal["float32", "bfloat16"]] = "float32"
+  remat: fields.Execution[Literal["none", "full", "attention", "dots"]] = "none"
+  scan_layers: fields.Execution[bool] = True
+  depth_loop: fields.Execution[Literal["unrolled", "scan"]] = "unrolled"
   attention: AttentionConfig = fields.acts(
     AttentionConfig(), sublayer_kinds=fields.has("attention")
   )
@@ -396,7 +422,7 @@ class ModelConfig(fields.Checked, prefix="model"):
   mla: MlaConfig = fields.acts(MlaConfig(), sublayer_kinds=fields.has("mla"))
   moe: MoeConfig = MoeConfig()
   residual: ResidualConfig = ResidualConfig()
-  value_residual: bool = False
+  value_residual: fields.Function[bool] = False
 
   def __post_init__(self):
     super().__post_init__()

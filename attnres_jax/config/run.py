@@ -4,7 +4,7 @@
 import dataclasses
 import math
 import re
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
 from attnres_jax.config import errors
 from attnres_jax.config import fields
@@ -12,6 +12,10 @@ from attnres_jax.config import model as model_lib
 
 # 256 byte values and one separator between documents.
 BYTE_VOCAB_SIZE = 257
+_T = TypeVar("_T")
+# They also change the program of a step.
+BatchShape = Annotated[_T, fields.affects("batches", "step")]
+UpdateStep = Annotated[_T, fields.affects("update", "step")]
 # A condition of `fields.acts`.
 _PIPELINED = fields.Accepted(lambda n: n != 1, "more than 1 by mesh.stage")
 
@@ -48,24 +52,28 @@ class DataConfig(fields.Checked, prefix="data"):
   """
 
   alternatives = (("path",), ("paths", "weights"))
-  source: Literal[
-    "stdlib", "text", "jsonl", "parquet", "arrayrecord", "tokens"
+  source: fields.Text[
+    Literal["stdlib", "text", "jsonl", "parquet", "arrayrecord", "tokens"]
   ] = "stdlib"
-  path: fields.Path = ""
-  paths: tuple[fields.Path, ...] = ()
-  weights: tuple[fields.Positive, ...] = ()
-  validation_path: fields.Path = ""
-  validation_fraction: fields.Share = fields.acts(0.05, validation_path=("",))
-  text_field: str = fields.acts("text", source=("jsonl", "parquet"))
-  tokenizer: Literal["bytes", "hf", "ids"] = "bytes"
-  tokenizer_path: fields.Path = fields.acts("", tokenizer=("hf",))
-  separator: str = fields.acts("", tokenizer=("hf",))
-  sequence_length: fields.Size = 256
-  batch_size: fields.Size = 12
-  segment_ids: bool = False
-  max_epochs: fields.Positive = 4.0
-  seed: fields.Seed = 0
-  num_threads: fields.Threads = 2
+  path: fields.Place[fields.Path] = ""
+  paths: fields.Place[tuple[fields.Path, ...]] = ()
+  weights: fields.Text[tuple[fields.Positive, ...]] = ()
+  validation_path: fields.Place[fields.Path] = ""
+  validation_fraction: fields.Text[fields.Share] = fields.acts(
+    0.05, validation_path=("",)
+  )
+  text_field: fields.Text[str] = fields.acts(
+    "text", source=("jsonl", "parquet")
+  )
+  tokenizer: fields.Text[Literal["bytes", "hf", "ids"]] = "bytes"
+  tokenizer_path: fields.Place[fields.Path] = fields.acts("", tokenizer=("hf",))
+  separator: fields.Text[str] = fields.acts("", tokenizer=("hf",))
+  sequence_length: BatchShape[fields.Size] = 256
+  batch_size: BatchShape[fields.Size] = 12
+  segment_ids: BatchShape[bool] = False
+  max_epochs: fields.Log[fields.Positive] = 4.0
+  seed: fields.Batches[fields.Seed] = 0
+  num_threads: fields.Log[fields.Threads] = 2
 
   def __post_init__(self):
     super().__post_init__()
@@ -110,8 +118,8 @@ class LossConfig(fields.Checked, prefix="loss"):
       0 for as many as fit in 64 MiB, but at least 4096.
   """
 
-  z_loss: fields.NotNegative = 0.0
-  tile_tokens: fields.Count = 0
+  z_loss: UpdateStep[fields.NotNegative] = 0.0
+  tile_tokens: fields.Execution[fields.Count] = 0
 
 
 def _check_pattern(field: str, value: tuple[str, ...], pattern: str) -> None:
@@ -158,28 +166,36 @@ class OptimConfig(fields.Checked, prefix="optim"):
       `model.remat` (`attnres_jax.common.plans`).
   """
 
-  name: str = "adamw"
-  schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-  peak_lr: fields.Positive = 1e-3
-  warmup_steps: fields.Count = 50
-  decay_fraction: fields.Fraction = fields.acts(0.2, schedule=("wsd",))
-  decay_shape: str = "cosine"
-  final_lr_fraction: fields.Fraction = fields.acts(
+  name: UpdateStep[str] = "adamw"
+  schedule: fields.Update[Literal["constant", "linear", "cosine", "wsd"]] = (
+    "cosine"
+  )
+  peak_lr: fields.Update[fields.Positive] = 1e-3
+  warmup_steps: fields.Update[fields.Count] = 50
+  decay_fraction: fields.Update[fields.Fraction] = fields.acts(
+    0.2, schedule=("wsd",)
+  )
+  decay_shape: fields.Update[str] = "cosine"
+  final_lr_fraction: fields.Update[fields.Fraction] = fields.acts(
     0.1, schedule=("linear", "cosine", "wsd")
   )
-  b1: fields.Decay = 0.9
-  b2: fields.Decay = 0.95
-  eps: fields.Positive = 1e-8
-  muon_momentum: fields.Decay = fields.acts(0.95, name=("muon",))
-  muon_iterations: fields.Iterations = fields.acts(5, name=("muon",))
-  muon_update_rms: fields.Positive = fields.acts(0.2, name=("muon",))
-  weight_decay: fields.NotNegative = 0.1
-  clip_norm: fields.NotNegative = 1.0
-  qk_clip: fields.NotNegative = 0.0
-  balance_rate: fields.NotNegative = 1e-3
-  freeze: tuple[str, ...] = ()
-  rates: tuple[str, ...] = ()
-  accumulate_steps: fields.Count = 1
+  b1: fields.Update[fields.Decay] = 0.9
+  b2: fields.Update[fields.Decay] = 0.95
+  eps: fields.Update[fields.Positive] = 1e-8
+  muon_momentum: fields.Update[fields.Decay] = fields.acts(0.95, name=("muon",))
+  muon_iterations: fields.Update[fields.Iterations] = fields.acts(
+    5, name=("muon",)
+  )
+  muon_update_rms: fields.Update[fields.Positive] = fields.acts(
+    0.2, name=("muon",)
+  )
+  weight_decay: fields.Update[fields.NotNegative] = 0.1
+  clip_norm: fields.Update[fields.NotNegative] = 1.0
+  qk_clip: UpdateStep[fields.NotNegative] = 0.0
+  balance_rate: fields.Update[fields.NotNegative] = 1e-3
+  freeze: fields.Update[tuple[str, ...]] = ()
+  rates: fields.Update[tuple[str, ...]] = ()
+  accumulate_steps: fields.Execution[fields.Count] = 1
 
   def __post_init__(self):
     super().__post_init__()
@@ -226,18 +242,20 @@ class TrainConfig(fields.Checked, prefix="train"):
       step; on top of `attnres_jax.common.compiler.OPTIONS`.
   """
 
-  steps: fields.Size = 400
-  start_from: fields.Path = ""
-  log_every: fields.Size = 1
-  eval_every: fields.Count = 100
-  eval_batches: fields.Size = 8
-  eval_sample: fields.Count = 0
-  depth_every: fields.Count = 50
-  on_nan: Literal["stop", "skip"] = "stop"
-  max_skipped_share: fields.Fraction = fields.acts(0.5, on_nan=("skip",))
-  average_last: fields.Fraction = 0.0
-  profile_steps: tuple[int, ...] = ()
-  compiler_options: tuple[str, ...] = ()
+  steps: fields.Update[fields.Size] = 400
+  start_from: fields.Draw[fields.Path] = ""
+  log_every: fields.Log[fields.Size] = 1
+  eval_every: fields.Log[fields.Count] = 100
+  eval_batches: fields.Batches[fields.Size] = 8
+  eval_sample: fields.Batches[fields.Count] = 0
+  depth_every: fields.Log[fields.Count] = 50
+  on_nan: fields.Log[Literal["stop", "skip"]] = "stop"
+  max_skipped_share: fields.Log[fields.Fraction] = fields.acts(
+    0.5, on_nan=("skip",)
+  )
+  average_last: UpdateStep[fields.Fraction] = 0.0
+  profile_steps: fields.Log[tuple[int, ...]] = ()
+  compiler_options: fields.Execution[tuple[str, ...]] = ()
 
   def __post_init__(self):
     super().__post_init__()
@@ -267,10 +285,10 @@ class CheckpointConfig(fields.Checked, prefix="checkpoint"):
     asynchronous: training continues while a checkpoint is written.
   """
 
-  every_steps: fields.Count = 100
-  keep_last: fields.Size = 3
-  keep_every: fields.Count = 0
-  asynchronous: bool = True
+  every_steps: fields.Log[fields.Count] = 100
+  keep_last: fields.Log[fields.Size] = 3
+  keep_every: fields.Log[fields.Count] = 0
+  asynchronous: fields.Log[bool] = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,8 +300,8 @@ class LogConfig(fields.Checked, prefix="log"):
     wandb_project: also log to this Weights & Biases project; empty for none.
   """
 
-  tensorboard: bool = False
-  wandb_project: str = ""
+  tensorboard: fields.Log[bool] = False
+  wandb_project: fields.Log[str] = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,11 +319,11 @@ class MeshConfig(fields.Checked, prefix="mesh"):
     tensor: shards of every matrix that work on the same rows.
   """
 
-  stage: fields.Devices = 1
-  data: fields.Devices = -1
-  fsdp: fields.Devices = 1
-  expert: fields.Devices = 1
-  tensor: fields.Devices = 1
+  stage: fields.Execution[fields.Devices] = 1
+  data: fields.Execution[fields.Devices] = -1
+  fsdp: fields.Execution[fields.Devices] = 1
+  expert: fields.Execution[fields.Devices] = 1
+  tensor: fields.Execution[fields.Devices] = 1
 
   def __post_init__(self):
     super().__post_init__()
@@ -339,11 +357,11 @@ class PipelineConfig(fields.Checked, prefix="pipeline"):
       and their float32 gradients.
   """
 
-  virtual_stages: fields.Size = 1
-  microbatches: fields.Count = 0
-  schedule: Literal["fused", "gpipe"] = "fused"
-  rule: Literal["naive", "cached", "minimum"] = "minimum"
-  gather: Literal["tick", "step"] = "tick"
+  virtual_stages: fields.Execution[fields.Size] = 1
+  microbatches: fields.Execution[fields.Count] = 0
+  schedule: fields.Execution[Literal["fused", "gpipe"]] = "fused"
+  rule: fields.Execution[Literal["naive", "cached", "minimum"]] = "minimum"
+  gather: fields.Execution[Literal["tick", "step"]] = "tick"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,8 +373,8 @@ class RunConfig(fields.Checked):
     seed: of the initial weights.
   """
 
-  name: str = "run"
-  seed: fields.Seed = 0
+  name: fields.Log[str] = "run"
+  seed: fields.Draw[fields.Seed] = 0
   model: model_lib.ModelConfig = model_lib.ModelConfig()
   data: DataConfig = DataConfig()
   loss: LossConfig = LossConfig()

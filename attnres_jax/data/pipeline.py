@@ -126,15 +126,18 @@ class Dataset:
       [self._content(), self._tokenizer, self.num_tokens, _PACKING],
       sort_keys=True,
     )
-    config = self._config
-    return {
-      "content": hashlib.sha256(content.encode()).hexdigest()[:16],
-      "split": self._split,
-      "sequence_length": config.sequence_length,
-      "batch_size": config.batch_size,
-      "segment_ids": config.segment_ids,
-      "seed": config.seed if self._split == documents.TRAIN else None,
-    }
+    return (
+      {
+        "content": hashlib.sha256(content.encode()).hexdigest()[:16],
+        "split": self._split,
+      }
+      | {
+        name: value
+        for name, value in dataclasses.asdict(self._config).items()
+        if "batches" in config_lib.affects(f"data.{name}")
+      }
+      | ({} if self._split == documents.TRAIN else {"seed": None})
+    )
 
   def batches(self, start_batch: int = 0) -> "Batches":
     """Iterates over the rows of this process, from a global batch on.

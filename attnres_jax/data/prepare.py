@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import sys
-import typing
 from typing import Any
 
 from etils import epath
@@ -107,7 +106,7 @@ def _prepare(args: dict[str, Any]) -> None:
 def _parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.data.prepare", __doc__)
   add, defaults = parser.add_argument, config_lib.DataConfig()
-  kinds = typing.get_type_hints(config_lib.DataConfig, include_extras=True)
+  kinds = fields.kinds(config_lib.DataConfig)
   for name, words in {
     "source": ", ".join(sources.TEXT_SOURCES),
     "path": "file, folder, glob, or several with commas between",

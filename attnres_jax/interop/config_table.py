@@ -26,11 +26,11 @@ LENGTHS = "max_position_embeddings", "model_max_length"
 REQUIRED = object()  # In place of a default.
 # Fields that change how a network is computed, stored or drawn at random, and
 # not which function it is.
-EXECUTION = (
-    "attention_kernel", "init_std", "dtype", "parameter_dtype", "remat",
-    "scan_layers", "depth_loop", "kda.chunk_size", "kda.save", "residual.form",
-    "residual.schedule_size", "residual.read.query_init",
-)  # fmt: skip
+EXECUTION = tuple(
+  name
+  for name in config_lib.flatten(dataclasses.asdict(config_lib.ModelConfig()))
+  if "function" not in config_lib.affects(f"model.{name}")
+)
 
 
 class Keys:

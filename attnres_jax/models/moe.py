@@ -202,18 +202,18 @@ def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
   )
 
 
-def _cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
+def _cut(parameter: sharding.Parameter) -> jax.sharding.PartitionSpec:
   """How a parameter is sharded where a device applies it to its rows."""
   if not (parameter.is_matrix and parameter.axes.startswith("E")):
     return sharding.WHOLE
   return sharding.row_cut(parameter.axes)
 
 
-def _narrow_cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
+def _narrow_cut(parameter: sharding.Parameter) -> jax.sharding.PartitionSpec:
   """The same, if `tensor` also cuts the hidden units."""
   letters = parameter.axes.replace("|", "")
   cuts = itertools.zip_longest(letters, _cut(parameter))
-  return sharding.PartitionSpec(
+  return jax.sharding.PartitionSpec(
     *(sharding.TENSOR if letter == "F" else cut for letter, cut in cuts)
   )
 

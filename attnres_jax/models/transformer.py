@@ -137,7 +137,7 @@ class Transformer(nnx.Module):
     state_specs: dict[str, Any] = {
       kind: jax.tree.unflatten(
         jax.tree.structure(state),
-        [sharding.PartitionSpec(None, *spec) for spec in specs[kind]],
+        [jax.sharding.PartitionSpec(None, *spec) for spec in specs[kind]],
       )
       for kind, state in states.items()
     }

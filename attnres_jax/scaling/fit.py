@@ -2,10 +2,13 @@
 """Power laws of loss in compute, with intervals (section 5.1, Fig. 4).
 
 The law is L = A C^-alpha, as in the paper, fitted to ln L by least squares.
-Intervals come from how far the means of sizes are from the law: they contain
-the noise of seeds and what the law does not fit. Laws are drawn around the
-fitted ones, from a t-distribution with two degrees of freedom fewer than there
-are sizes. Two sizes therefore have no interval. The errors of schemes are drawn
+Laws are drawn around the fitted ones, from a t-distribution, in two ways. The
+errors of one come from how far the means of sizes are from the law, which
+contains what the law does not fit, with two degrees of freedom fewer than there
+are sizes. So two sizes have no interval, and of three some are close to their
+law by chance. The errors of the other come from how far the seeds of a size are
+from their mean. The interval is the wider of the two, at a level that keeps the
+union near the stated one (`pairs` says how near). Errors of schemes are drawn
 with the correlation of their residuals: they were trained on the same sizes and
 seeds, so common variation cancels in comparisons.
 """
@@ -24,6 +27,8 @@ from attnres_jax import config as config_lib
 FAILED, _ENOUGH = 1.5, 5
 # Computes that a law needs.
 _DISTINCT = 2
+# How much likelier to miss each of two intervals is than the wider one.
+_EACH = 1.4
 
 
 class Estimate(NamedTuple):
@@ -32,6 +37,13 @@ class Estimate(NamedTuple):
   value: float
   low: float | None = None
   high: float | None = None
+
+
+def level_of_each(level: float) -> float:
+  """Of two intervals of which the wider one has about this level."""
+  if not 0 < level < 1:
+    config_lib.fail_argument("level", level, "a number between 0 and 1")
+  return 1 - _EACH * (1 - level)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +76,16 @@ class Fit:
 
   Attributes:
     law: fitted to all runs.
-    samples: as likely as each other, given the runs; schemes that are fitted
-      together share the draws. Without an interval, there are none.
+    samples: as likely as each other, given how far sizes are from the law;
+      schemes that are fitted together share the draws. Without an interval,
+      there are none.
+    seed_samples: the same, given how far seeds are from each other; none
+      without a size of several seeds.
   """
 
   law: PowerLaw
   samples: tuple[PowerLaw, ...] = ()
+  seed_samples: tuple[PowerLaw, ...] = ()
 
   def coefficient(self, level: float = 0.9) -> Estimate:
     return self._of(lambda law: law.coefficient, level)
@@ -81,7 +97,9 @@ class Fit:
     return self._of(lambda law: law(compute), level)
 
   def _of(self, number: Callable[[PowerLaw], float], level: float) -> Estimate:
-    return _estimate(number(self.law), list(map(number, self.samples)), level)
+    draws = self.samples, self.seed_samples
+    values = (list(map(number, laws)) for laws in draws)
+    return _wider_estimate(number(self.law), level, *values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,7 +198,49 @@ def fit_schemes(
     scale = np.sqrt(stats.chi2.ppf(chance, max(mean.freedom, 1)))
     error_NS = (errors @ residual_S)[:, at] / scale[:, None]
     samples[name] = mean.moved(laws[name], error_NS)
-  return {name: Fit(laws[name], samples[name]) for name in runs}
+  by_seeds = _seed_errors(runs, means, rng, num_samples)
+  return {
+    name: Fit(
+      laws[name], samples[name], means[name].moved(laws[name], by_seeds[name])
+    )
+    for name in runs
+  }
+
+
+def _seed_errors(
+  runs: Mapping[str, Runs],
+  means: Mapping[str, "_Means"],
+  rng: np.random.Generator,
+  num_samples: int,
+) -> dict[str, np.ndarray]:
+  """Errors of the means of sizes [N, S], in units of a run's error.
+
+  Drawn with the covariance of runs around the mean of their size, over all
+  sizes; no draws if a scheme has no size with two seeds.
+  """
+  from scipy import stats
+
+  pairs = {
+    name: list(zip(of_scheme.size, of_scheme.seed))
+    for name, of_scheme in runs.items()
+  }
+  labels = list(dict.fromkeys(pair for each in pairs.values() for pair in each))
+  freedom = {name: len(pairs[name]) - len(means[name].row) for name in runs}
+  if min(freedom.values()) < 1:
+    num_samples = 0
+  sizes = list(dict.fromkeys(size for size, _ in labels))
+  shape = num_samples, len(sizes), len(labels)
+  errors, chance = rng.standard_normal(shape), rng.random(num_samples)
+  drawn = {}
+  for name, of_scheme in runs.items():
+    mean = dict(zip(means[name].row, means[name].y))
+    residual_R = np.zeros(len(labels))
+    for pair, loss in zip(pairs[name], of_scheme.loss):
+      residual_R[labels.index(pair)] = np.log(loss) - mean[pair[0]]
+    rows = [sizes.index(size) for size in means[name].row]
+    scale = np.sqrt(stats.chi2.ppf(chance, max(freedom[name], 1)))
+    drawn[name] = (errors @ residual_R)[:, rows] / scale[:, None]
+  return drawn
 
 
 class _Means(NamedTuple):
@@ -307,9 +367,14 @@ def compute_advantage(
       f"the baseline's {len(baseline.samples)}, from one call of fit_schemes",
     )
   value = baseline.law.invert(other.law(compute)) / compute
-  pairs = zip(baseline.samples, other.samples)
-  values = [_ratio(a, b, compute) for a, b in pairs]
-  return _estimate(value, values, level)
+  values = (
+    [_ratio(a, b, compute) for a, b in zip(*samples)]
+    for samples in (
+      (baseline.samples, other.samples),
+      (baseline.seed_samples, other.seed_samples),
+    )
+  )
+  return _wider_estimate(value, level, *values)
 
 
 def _ratio(baseline: PowerLaw, other: PowerLaw, compute: float) -> float:
@@ -341,6 +406,24 @@ def _least_squares(compute: np.ndarray, loss: np.ndarray) -> PowerLaw:
   centred = x - x.mean()
   slope = float(centred @ y / (centred @ centred))
   return PowerLaw(float(np.exp(y.mean() - slope * x.mean())), -slope)
+
+
+def _wider_estimate(
+  value: float, level: float, by_sizes: list[float], by_seeds: list[float]
+) -> Estimate:
+  """The wider of two intervals, each at a slightly lower level."""
+  if not by_sizes or not by_seeds:
+    return _estimate(value, by_sizes, level)
+  each = level_of_each(level)
+  estimates = [_estimate(value, draws, each) for draws in (by_sizes, by_seeds)]
+  return max(estimates, key=_width)
+
+
+def _width(estimate: Estimate) -> float:
+  low, high = estimate.low, estimate.high
+  if low is None or high is None or low == high:  # Both may be infinite.
+    return 0.0
+  return high - low
 
 
 def _estimate(value: float, values: Sequence[float], level: float) -> Estimate:

@@ -33,8 +33,6 @@ LEVEL = 0.9
 FAILED = 0.3
 # How often one of equal variants does not count in the protocol's deviation.
 OUTLYING = 0.01
-# How much likelier to miss each of two intervals is than the wider one.
-_EACH = 1.4
 
 Row = Mapping[str, Any]
 Losses = Mapping[str, Mapping[int, float]]
@@ -176,7 +174,7 @@ def wider(
   """The spread with the wider interval of the two, and the level of each."""
   if shared is None or paired is None or shared == paired:
     return shared or paired, level
-  each = 1 - _EACH * (1 - level)
+  each = fit.level_of_each(level)
   return max(shared, paired, key=lambda s: s.quantile(each)), each
 
 

@@ -65,8 +65,9 @@ def draw_scaling(
     label = f"{style.label}: {_law_text(law)}"
     ax.plot(grid, law(grid), color=style.colour, linewidth=1.3, label=label)
     if fit.samples:
-      losses = np.array([sample(grid) for sample in fit.samples])
-      low, high = np.quantile(losses, (0.05, 0.95), axis=0)
+      losses = [fit.loss(compute) for compute in grid]
+      low = np.array([loss.low for loss in losses])
+      high = np.array([loss.high for loss in losses])
       ax.fill_between(grid, low, high, color=style.colour, alpha=0.12, lw=0)
   ax.set_xscale("log")
   ax.set_yscale("log")

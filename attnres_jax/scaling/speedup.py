@@ -13,7 +13,9 @@ in d. `fit.compute_advantage` instead compares two separate fits at one compute.
 
 Both errors are estimated from the scatter of sizes, which includes what the
 model does not fit: sizes off the baseline's law, and a speed-up that differs
-between sizes. (A few sizes give few degrees of freedom and wide intervals.)
+between sizes. (A few sizes give few degrees of freedom and wide intervals.) The
+error of the mean of d is the wider of this one and that of the seeds, since few
+sizes may agree by chance.
 """
 
 from collections.abc import Sequence
@@ -62,11 +64,12 @@ def effective_speedup(
   if spread is not None and len(set(other.size)) == 1:
     # From nats to ln L.
     shared = spread._replace(deviation=spread.deviation / np.mean(other.loss))
-  apart, more = _pairs(baseline, other, 1 if shared else 2)
+  apart, more, of_seeds = _pairs(baseline, other, 1 if shared else 2)
+  shared = shared or of_seeds
   gain, cost = -np.mean(apart), np.mean(more)
   if len(apart) > 1:
     of_pairs = pairs_lib.Spread(float(np.std(apart, ddof=1)), len(apart) - 1)
-  used, _ = pairs_lib.wider(shared, of_pairs, level)
+  used, each = pairs_lib.wider(shared, of_pairs, level)
   assert used is not None
   gain_error = used.deviation / np.sqrt(len(apart))
   at = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
@@ -78,7 +81,7 @@ def effective_speedup(
       slopes > 0, np.divide.outer(gains, slopes), np.inf * gains[:, None]
     )
     values = np.exp(np.append(ratios, gain / slope) - cost)
-  tails = (1 - level) / 2, (1 + level) / 2
+  tails = (1 - each) / 2, (1 + each) / 2
   low, high = np.quantile(values[:-1], tails, method="inverted_cdf")
   return fit.Estimate(float(values[-1]), float(low), float(high))
 
@@ -105,12 +108,16 @@ def _slope(runs: fit.Runs) -> tuple[float, float, int]:
 
 def _pairs(
   baseline: fit.Runs, other: fit.Runs, least: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Differences of ln L and of ln C: means of sizes, or of one size's seeds."""
+) -> tuple[np.ndarray, np.ndarray, pairs_lib.Spread | None]:
+  """Differences of ln L and of ln C: means of sizes, or of one size's seeds.
+
+  And, of means of sizes, how far their seeds let them scatter.
+  """
   place = {
     label: i for i, label in enumerate(zip(baseline.size, baseline.seed))
   }
   by_size: dict[object, list[Sequence[float]]] = {}
+  of_seeds = None
   for i, label in enumerate(zip(other.size, other.seed)):
     if label in place:
       j = place[label]
@@ -121,6 +128,7 @@ def _pairs(
       by_size.setdefault(label[0], []).append(pair)
   if len(by_size) > 1:
     rows = [np.mean(pairs, axis=0) for pairs in by_size.values()]
+    of_seeds = _spread_of_means([np.transpose(p)[0] for p in by_size.values()])
   else:
     rows = [pair for pairs in by_size.values() for pair in pairs]
   if len(rows) < least:
@@ -128,4 +136,16 @@ def _pairs(
       "other", f"{len(rows)} pairs with the baseline", f"at least {least}"
     )
   apart, more = np.transpose(rows)
-  return apart, more
+  return apart, more, of_seeds
+
+
+def _spread_of_means(
+  apart: Sequence[np.ndarray],
+) -> pairs_lib.Spread | None:
+  """The deviation of a mean of seeds, over sizes, by the scatter of seeds."""
+  freedom = sum(len(of_size) - 1 for of_size in apart)
+  if not freedom:
+    return None
+  variance = sum(np.var(d) * len(d) for d in apart) / freedom
+  variance *= np.mean([1 / len(of_size) for of_size in apart])
+  return pairs_lib.Spread(float(np.sqrt(variance)), freedom)

@@ -21,14 +21,12 @@ from typing import Any, NoReturn
 
 from etils import epath
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
-from orbax.checkpoint import multihost
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import plans
+from attnres_jax.common import processes
 from attnres_jax.config import errors
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
@@ -45,12 +43,6 @@ ERROR = "error.txt"
 # How often a worker without --run tries a run that fails.
 MAX_TRIES = 3
 _POLL_SECONDS = 5.0
-_BARRIER_SECONDS = 60.0
-# Fields of `data` that may differ between runs on one text, at one value.
-_READ_OTHERWISE: dict[str, Any] = dict(
-  sequence_length=1, batch_size=1, segment_ids=False, max_epochs=1.0, seed=0,
-  num_threads=0,
-)  # fmt: skip
 # In place of the name of a run.
 _NONE_LEFT, _WAIT = "", "..."
 
@@ -77,12 +69,15 @@ def run(
   described = folder_lib.read_run(folder, name)
   workdir = epath.Path(folder) / name
   attempt, verdict = None, None
-  if _is_first():
+  if processes.is_first():
     attempt, verdict = _begin(workdir, patience_seconds)
-  verdict = _agree(-1 if verdict is None else verdict)
+  verdict = processes.number_of_first(-1 if verdict is None else verdict)
   if verdict >= 0:
     return Exit(verdict)
   result, error = _train(described, workdir, attempt)
+  if result == Exit.NEVER and not processes.all_come(f"{name} is refused"):
+    # The input of this process alone: the others wait for it in vain.
+    result = Exit.AGAIN
   if attempt is not None:
     try:
       attempt.end(state_lib.OF_EXIT[result], error)
@@ -121,8 +116,9 @@ def run_all(
       config_lib.fail_argument("--folder", str(folder), "the folder of a sweep")
     late = time.monotonic() >= deadline
     # Its name, since a launch may change the list while processes read it.
-    name = _choose(folder, names, tries, late) if _is_first() else ""
-    name = _agree_on_text(name)
+    is_first = processes.is_first()
+    name = _choose(folder, names, tries, late) if is_first else ""
+    name = processes.text_of_first(name)
     if name == _NONE_LEFT:
       break
     if name == _WAIT:
@@ -134,13 +130,13 @@ def run_all(
     print(f"worker: {name}: {result.name.lower()}", flush=True)
     if result == Exit.STOPPED:
       return result
-    refused = result == Exit.NEVER and not all_come(f"{name} {tries[name]}")
-    if jax.process_count() > 1 and (refused or result == Exit.AGAIN):
-      # Another process may be gone, or wait for this one, whose input alone
-      # was refused; all start again together.
+    if jax.process_count() > 1 and result == Exit.AGAIN:
+      # Another process may be gone, or wait for this one; all start again
+      # together.
       return Exit.AGAIN
     deadline = time.monotonic() + patience_seconds
-  return Exit(_agree(_outcome(folder, names) if _is_first() else 0))
+  outcome = _outcome(folder, names) if is_first else 0
+  return Exit(processes.number_of_first(outcome))
 
 
 def keep_programs(folder: str) -> None:
@@ -211,16 +207,6 @@ def _choose(
   return _WAIT if held and not late else _NONE_LEFT
 
 
-def all_come(place: str) -> bool:
-  """Whether all processes call this within a minute."""
-  wait = multihost.get_barrier_sync_fn()
-  try:
-    wait(key=place, timeout_ms=round(1000 * _BARRIER_SECONDS))
-  except RuntimeError:
-    return False
-  return True
-
-
 def _outcome(folder: epath.PathLike, names: Sequence[str]) -> Exit:
   """The worst status of the runs that nobody is training."""
   found = {Exit.DONE}
@@ -273,7 +259,8 @@ def _train(
   """How the run ended, and its error for the state file."""
   try:
     config = folder_lib.run_config(run)
-    text = _agree_on_text(_text_of_others(workdir, run) if _is_first() else "")
+    text = _text_of_others(workdir, run) if processes.is_first() else ""
+    text = processes.text_of_first(text)
     summary = loop.train_and_evaluate(
       config,
       workdir,
@@ -311,9 +298,6 @@ def _text_of_others(workdir: epath.Path, run: grid.Run) -> str:
   Paths may change between two launches of a sweep; its text must not. Empty if
   no run has begun, or if this one has, which knows its own text.
   """
-  same = lambda run: dataclasses.replace(
-    folder_lib.run_config(run).data, **_READ_OTHERWISE
-  )
   folder = workdir.parent
   if (workdir / run_folder.DATA).exists():
     return ""
@@ -323,9 +307,19 @@ def _text_of_others(workdir: epath.Path, run: grid.Run) -> str:
       known = run_folder.fingerprints(
         damage.read_object(folder / name / run_folder.DATA)
       )
-      if same(folder_lib.read_run(folder, name)) == same(run):
+      if _text(folder_lib.read_run(folder, name)) == _text(run):
         return json.dumps([name, known])
   return ""
+
+
+def _text(run: grid.Run) -> dict[str, Any]:
+  """The fields of a run that say which text it reads, and where."""
+  data = dataclasses.asdict(folder_lib.run_config(run).data)
+  return {
+    name: value
+    for name, value in data.items()
+    if config_lib.affects(f"data.{name}") & {"text", "place"}
+  }
 
 
 def _leave_error(
@@ -357,7 +351,7 @@ def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
       f"{skipped} of {steps} steps were skipped, since a loss or gradient was"
       f" not finite; train.max_skipped_share is {most:g}"
     )
-  if jax.process_index() == 0 and summary.get("validation_loss") is None:
+  if processes.is_first() and summary.get("validation_loss") is None:
     return "the validation loss is not finite"
   return ""
 
@@ -371,24 +365,6 @@ def _leave_early(attempt: state_lib.Attempt | None, step: int) -> NoReturn:
     except Exception as error:  # The next attempt resumes all the same.
       say_failure("", error)
   os._exit(Exit.STOPPED)
-
-
-def _is_first() -> bool:
-  return not jax.distributed.is_initialized() or jax.process_index() == 0
-
-
-def _agree(value: int) -> int:
-  """The value of the first process, on all of them."""
-  if not jax.distributed.is_initialized():
-    return int(value)
-  return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
-
-
-def _agree_on_text(name: str) -> str:
-  """The same, for a short text."""
-  if not jax.distributed.is_initialized():
-    return name
-  return claims.of_process_0(name)
 
 
 def say_failure(name: str, error: Exception) -> None:

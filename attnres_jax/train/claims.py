@@ -34,13 +34,11 @@ from typing import IO
 import uuid
 
 from etils import epath
-import jax
-from jax.experimental import multihost_utils
-import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import exits
 from attnres_jax.common import files
+from attnres_jax.common import processes
 from attnres_jax.common import stores
 
 HeldError = exits.HeldError
@@ -50,8 +48,6 @@ PATIENCE_SECONDS = 1.0
 HEARTBEAT_SECONDS = 10.0
 # A writer without a heartbeat for this long is considered dead.
 LEASE_SECONDS = 90.0
-# The longest message from the first process to the others, in bytes.
-_MESSAGE_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +210,7 @@ def held(
     OSError: the disk is full or the store fails; the others get a HeldError.
   """
   claim, error = None, None
-  if ours is None and jax.process_index() == 0:
+  if ours is None and processes.is_first():
     try:
       claim = acquire(workdir, patience_seconds=2 * LEASE_SECONDS)
     except config_lib.ConfigError as failure:
@@ -227,7 +223,7 @@ def held(
           f"--workdir: got {str(workdir)!r}, expected a folder that can be"
           f" written ({cause})"
         )
-  refusal = of_process_0(str(error) if error is not None else "")
+  refusal = processes.text_of_first(str(error) if error is not None else "")
   if error is not None:
     raise error
   if refusal:
@@ -377,14 +373,3 @@ def _read(path: epath.Path) -> Holder | None:
 
 def _bytes(holder: Holder) -> bytes:
   return json.dumps(dataclasses.asdict(holder)).encode()
-
-
-def of_process_0(text: str) -> str:
-  """Broadcasts a short text from process 0 to all processes."""
-  if jax.process_count() == 1:
-    return text
-  given = text.encode()[:_MESSAGE_BYTES]
-  padded = np.zeros((_MESSAGE_BYTES,), np.uint8)
-  padded[: len(given)] = np.frombuffer(given, np.uint8)
-  padded = np.asarray(multihost_utils.broadcast_one_to_all(padded))
-  return bytes(padded).rstrip(b"\0").decode(errors="replace")

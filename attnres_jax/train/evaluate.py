@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 import numpy as np
 
+from attnres_jax.common import processes
 from attnres_jax.common import sharding
 from attnres_jax.models import loss
 
@@ -102,11 +102,7 @@ def _count_bytes(
     int(np.sum(loss.counted(one) & (one["tokens"][:, 1:] != separator_id)))
     for one in batches
   )
-  if jax.process_count() > 1:
-    part, _ = sharding.share_of_rows(mesh, jax.process_index())
-    counts = multihost_utils.process_allgather(
-      np.array([part, count], np.int32)
-    )
-    # Ranks of a pipeline have the same part.
-    count = sum(dict(counts.tolist()).values())
-  return count
+  part, _ = sharding.share_of_rows(mesh, jax.process_index())
+  # Ranks of a pipeline have the same part.
+  parts, counts = processes.gather(part), processes.gather(count)
+  return sum(dict(zip(parts, counts)).values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sinks for metrics of a run: metrics.jsonl, console, TensorBoard, wandb.
+"""Rows of a run: metrics.jsonl, its writer, and its readers.
 
 A row is a flat dict with `step`, `split` (train, validation, depth or event)
 and numbers, lists of numbers or short texts. Process 0 writes; the others have
@@ -13,22 +13,17 @@ order of their steps, so the end of the file is enough to resume.
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
-import datetime
-import importlib
 import json
 import math
 import sys
-import time
-from typing import Any, Protocol
-import uuid
+from typing import Any
 
 from etils import epath
 import numpy as np
-import tqdm
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
-from attnres_jax.common import text_table
+from attnres_jax.train import sinks as sinks_lib
 
 Row = Mapping[str, Any]
 
@@ -36,33 +31,9 @@ FILE = "metrics.jsonl"
 _TAIL_BYTES = 1 << 20
 _END_BYTES = 1 << 16
 
-# The columns of a train row that the console shows; the file has all.
-_CONSOLE_TRAIN = (
-    "loss", "grad_norm", "learning_rate", "tokens_per_second",
-    "tokens_per_second_per_device", "model_flop_utilisation", "goodput",
-    "step_seconds", "moe_max_violation",
-)  # fmt: skip
-# Of these events, too: where and with which versions is for the file.
-_CONSOLE_EVENTS = {
-  "start": None,
-  "resume": ("lost_steps", "lost_seconds"),
-  "compiled": ("function", "seconds"),
-  "ready": None,
-}
-
 
 class MetricsError(config_lib.RunError, ValueError):
   """A line of metrics.jsonl is damaged."""
-
-
-class Sink(Protocol):
-  """A destination for rows."""
-
-  def write(self, row: Row) -> None: ...
-
-  def flush(self) -> None: ...
-
-  def close(self) -> None: ...
 
 
 class Writer:
@@ -72,7 +43,7 @@ class Writer:
   with one line on stderr.
   """
 
-  def __init__(self, sinks: Sequence[Sink]):
+  def __init__(self, sinks: Sequence[sinks_lib.Sink]):
     self._sinks = list(sinks)
 
   def write(self, step: int, split: str, **values: Any) -> None:
@@ -121,15 +92,17 @@ def make_writer(
   if not primary:
     return Writer([])
   workdir = epath.Path(workdir)
-  sinks: list[Sink] = [JsonlSink(workdir / FILE, keep_through=resume_step)]
+  sinks: list[sinks_lib.Sink] = [
+    JsonlSink(workdir / FILE, keep_through=resume_step)
+  ]
   if console:
-    sinks.append(Console(config.train.steps, resume_step))
+    sinks.append(sinks_lib.Console(config.train.steps, resume_step))
   for wanted, make in (
     (
       config.log.tensorboard,
-      lambda: _TensorBoardSink(workdir / "tensorboard", resume_step),
+      lambda: sinks_lib.TensorBoard(workdir / "tensorboard", resume_step),
     ),
-    (config.log.wandb_project, lambda: _WandbSink(workdir, config)),
+    (config.log.wandb_project, lambda: sinks_lib.Wandb(workdir, config)),
   ):
     try:
       sinks += [make()] if wanted else []
@@ -147,18 +120,6 @@ def _say_dropped(name: str, error: Exception) -> None:
       file=sys.stderr,
       flush=True,
     )
-
-
-def check_available(config: config_lib.LogConfig) -> None:
-  """Refuses a run whose sinks are not installed, before anything is compiled.
-
-  Raises:
-    ConfigError: naming the field and the package it needs.
-  """
-  if config.tensorboard:
-    _import("tensorboardX", "log.tensorboard", True, "false")
-  if config.wandb_project:
-    _import("wandb", "log.wandb_project", config.wandb_project, "''")
 
 
 def read_rows(
@@ -335,143 +296,6 @@ class JsonlSink:
       self._file.close()
 
 
-class Console:
-  """A progress bar on a terminal, plain lines elsewhere.
-
-  Evaluations and events always get a line. Train rows update the bar or,
-  without a bar, are printed every few seconds.
-  """
-
-  def __init__(
-    self, steps: int, resume_step: int, *, file=None, seconds: float = 5.0
-  ):
-    # The bar writes terminal codes itself.
-    self._file = text_table.unfiltered(file or sys.stdout)
-    self._steps = steps
-    self._seconds = seconds
-    self._next_line = 0.0
-    self._bar = None
-    if self._file.isatty():
-      self._bar = tqdm.tqdm(
-          total=steps, initial=resume_step, file=self._file, unit="step",
-          dynamic_ncols=True,
-      )  # fmt: skip
-
-  def write(self, row: Row) -> None:
-    if row["split"] == "train":
-      self._train(row)
-    elif row["split"] != "depth":
-      if _CONSOLE_EVENTS.get(row.get("event", ""), row) is not None:
-        self._line(row)
-
-  def flush(self) -> None:
-    self._file.flush()
-
-  def close(self) -> None:
-    if self._bar is not None:
-      self._bar.close()
-    self._file.flush()
-
-  def _train(self, row: Row) -> None:
-    if self._bar is not None:
-      self._bar.set_postfix_str(
-        f"loss {_short(row.get('loss'))} |"
-        f" {_short(row.get('tokens_per_second'))} tokens/s",
-        refresh=False,
-      )
-      self._bar.update(row["step"] - self._bar.n)
-    elif time.monotonic() >= self._next_line or row["step"] == self._steps:
-      self._line(row)
-      self._next_line = time.monotonic() + self._seconds
-
-  def _line(self, row: Row) -> None:
-    shown = _CONSOLE_EVENTS.get(row.get("event", "")) or row
-    shown = _CONSOLE_TRAIN if row["split"] == "train" else shown
-    values = [
-      f"{name} {_short(row[name])}"
-      for name in shown
-      if name not in ("step", "split", "event")
-      and row.get(name) is not None
-      and not isinstance(row[name], list)
-    ]
-    if row["split"] == "train" and row.get("step_seconds"):
-      seconds = (self._steps - row["step"]) * row["step_seconds"]
-      values.append(f"left {datetime.timedelta(seconds=round(seconds))}")
-    head = f"step {row['step']}/{self._steps} {row.get('event', row['split'])}"
-    text = head + ": " + ", ".join(values) if values else head
-    text = text_table.printable(text)
-    if self._bar is not None:
-      self._bar.write(text, file=self._file)
-    else:
-      print(text, file=self._file, flush=True)
-
-
-class _TensorBoardSink:
-  """Scalars by split; each entry of a list becomes a separate scalar."""
-
-  def __init__(self, folder: epath.Path, resume_step: int):
-    tensorboardx = _import("tensorboardX", "log.tensorboard", True, "false")
-    self._writer = tensorboardx.SummaryWriter(
-      str(folder), purge_step=resume_step + 1
-    )
-
-  def write(self, row: Row) -> None:
-    for name, value in _scalars(row).items():
-      self._writer.add_scalar(name, value, row["step"])
-
-  def flush(self) -> None:
-    self._writer.flush()
-
-  def close(self) -> None:
-    self._writer.close()
-
-
-class _WandbSink:
-  """The same scalars, as one wandb run per workdir.
-
-  wandb ignores rows of a step before its newest, and events of an asynchronous
-  save arrive late. So the step is a separate metric, against which the others
-  are drawn.
-  """
-
-  def __init__(self, workdir: epath.Path, config: config_lib.RunConfig):
-    project = config.log.wandb_project
-    wandb = _import("wandb", "log.wandb_project", project, "''")
-    file = workdir / "wandb_run_id.txt"
-    name = file.read_text().strip() if file.exists() else ""
-    name = name or uuid.uuid4().hex[:8]
-    files.write(file, name)
-    self._run = wandb.init(
-      project=project,
-      name=config.name,
-      id=name,
-      resume="allow",
-      config=config_lib.to_dict(config),
-      settings=wandb.Settings(silent=True),
-    )
-    self._run.define_metric("*", step_metric="training_step")
-
-  def write(self, row: Row) -> None:
-    scalars = _scalars(row)
-    if scalars:
-      self._run.log(scalars | {"training_step": row["step"]})
-
-  def flush(self) -> None:
-    pass
-
-  def close(self) -> None:
-    self._run.finish()
-
-
-def _import(package: str, field: str, value: Any, off: str) -> Any:
-  try:
-    return importlib.import_module(package)
-  except ImportError:
-    config_lib.fail(
-      field, value, f"{off}, or `pip install {package}` (not installed here)"
-    )
-
-
 def _plain(value: Any) -> Any:
   """Arrays and numpy scalars to JSON values; nan and inf to None."""
   if hasattr(value, "dtype"):
@@ -483,21 +307,6 @@ def _plain(value: Any) -> Any:
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
-
-
-def _scalars(row: Row) -> dict[str, float]:
-  """{"split/name": number}, with lists expanded, texts and gaps left out."""
-  scalars = {}
-  for name, value in row.items():
-    items = (
-      {f"{name}/{i:02d}": item for i, item in enumerate(value)}
-      if isinstance(value, list)
-      else {name: value}
-    )
-    for key, item in items.items():
-      if isinstance(item, int | float) and key != "step":
-        scalars[f"{row['split']}/{key}"] = item
-  return scalars
 
 
 def _dump(row: Row) -> str:
@@ -519,7 +328,3 @@ def _parse(line: bytes) -> dict[str, Any]:
   if type(row.get("step")) is not int or type(row.get("split")) is not str:
     raise ValueError("without step or split")
   return row
-
-
-def _short(value: Any) -> str:
-  return f"{value:.4g}" if isinstance(value, float) else str(value)

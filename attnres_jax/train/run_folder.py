@@ -6,7 +6,7 @@ must match the newest one, and a damaged file is rebuilt. metrics.jsonl records
 what was completed, summary.json the outcome.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import json
@@ -23,42 +23,18 @@ from attnres_jax import models
 from attnres_jax import optimizer
 from attnres_jax.common import exits
 from attnres_jax.common import files
+from attnres_jax.common import processes
 from attnres_jax.train import account
 from attnres_jax.train import checkpoint
 from attnres_jax.train import goodput
 from attnres_jax.train import metrics as metrics_lib
+from attnres_jax.train import saves
 from attnres_jax.train import train_state
 
-# Fields that may differ when a run is resumed: where, how often and how fast
-# things are written, read and computed, not what. A prefix ends in a dot.
-# `train.steps` may differ too, until the schedule or an average depends on it.
-HARMLESS = (
-  "name",
-  "log.",
-  "eval.",
-  "checkpoint.",
-  "mesh.",
-  "pipeline.",
-  "optim.accumulate_steps",
-  "model.remat",
-  "loss.tile_tokens",
-  "train.log_every",
-  "train.eval_every",
-  "train.depth_every",
-  "train.on_nan",
-  "train.max_skipped_share",
-  "train.profile_steps",
-  "train.compiler_options",
-  "data.max_epochs",
-  "data.num_threads",
-  # Where the data is; its fingerprint says what it is.
-  "data.path",
-  "data.paths",
-  "data.validation_path",
-  "data.tokenizer_path",
-)
-
-
+# Effects of fields that may change when a run is resumed: where, how often and
+# how fast things are written, read and computed. `train.steps` may change too,
+# until the schedule or an average depends on it.
+_HARMLESS = {"execution", "place", "log", "step"}
 # Set in the information of a checkpoint without a run: `interop` writes them.
 WEIGHTS_ONLY = "weights_only"
 CONFIG, DATA, SUMMARY = "config.json", "data.json", "summary.json"
@@ -109,7 +85,7 @@ def removed_if_refused(workdir: epath.Path) -> Iterator[Callable[[], None]]:
     yield lambda: begun.append(True)
   except Exception as error:
     refused = exits.of_error(error) == exits.Exit.NEVER and not begun
-    if refused and missing and jax.process_index() == 0:
+    if refused and missing and processes.is_first():
       shutil.rmtree(workdir, ignore_errors=True)
       with contextlib.suppress(OSError):  # Others use it now.
         for parent in missing[1:]:
@@ -147,18 +123,15 @@ def changes(
   found = config_lib.differences(
     *(json.loads(config_lib.to_json(one)) for one in (old, config))
   )
-  harmless = HARMLESS
   lengths = (old.train.steps, config.train.steps)
   step = max(checkpoint.all_steps(workdir), default=old.train.steps)
   settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
   averages = train_state.has_average(config.train, step)
   # A run that is cut to what it has done would not be evaluated at its end.
   if step <= settled and step < config.train.steps and not averages:
-    harmless += ("train.steps",)
+    found.pop("train.steps", None)
   found = {
-    field: values
-    for field, values in found.items()
-    if not is_harmless(field, harmless)
+    field: values for field, values in found.items() if not is_harmless(field)
   }
   now = fingerprints(descriptions)
   unknown = dict.fromkeys(now, "not recorded")
@@ -222,12 +195,9 @@ def damaged(workdir: epath.Path) -> dict[str, str]:
   return found
 
 
-def is_harmless(field: str, names: Iterable[str] = HARMLESS) -> bool:
-  """Whether a field is one of the names, or below one of the prefixes."""
-  return any(
-    field.startswith(name) if name.endswith(".") else field == name
-    for name in names
-  )
+def is_harmless(field: str) -> bool:
+  """Whether a run may be resumed with another value of the field."""
+  return config_lib.affects(field) <= _HARMLESS
 
 
 def refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
@@ -273,45 +243,6 @@ def _finished_step(summary: Mapping[str, Any]) -> int:
   return step
 
 
-def missing_checkpoint(
-  workdir: epath.Path,
-  restored: checkpoint.Restored | None,
-  tail: metrics_lib.Tail,
-) -> int | None:
-  """The step of a newer checkpoint that was completed but is missing.
-
-  Raises:
-    CheckpointError: some were completed, but none is left.
-  """
-  completed: set[int] = set()
-  for row in tail.rows:
-    if row.get("event") == "checkpoint":
-      completed.add(row["step"])
-    elif row.get("event") in ("checkpoint set aside", "checkpoint missing"):
-      completed.discard(row["of_step"])
-  if not completed:
-    return None
-  newest = max(completed)
-  if restored is None:
-    raise checkpoint.CheckpointError(
-      f"checkpoints of {workdir} up to step {newest} were completed, and all"
-      " are gone; to start again, choose another --workdir or empty this one"
-    )
-  is_there = newest <= restored.step or newest in restored.unreadable
-  return None if is_there else newest
-
-
-def missing_rows(
-  restored: checkpoint.Restored | None, tail: metrics_lib.Tail
-) -> tuple[int, int] | None:
-  """Between which steps metrics.jsonl lost rows; None where it has all."""
-  if restored is None:
-    return None
-  every = restored.info["config"]["train"]["log_every"]
-  logged = restored.step // every * every
-  return (tail.last_step, logged) if tail.last_step < logged else None
-
-
 def open_run(
   workdir: epath.Path,
   config: config_lib.RunConfig,
@@ -320,7 +251,7 @@ def open_run(
   console: bool = True,
 ) -> metrics_lib.Writer:
   """Writes the description of the run, and opens its metrics."""
-  primary = jax.process_index() == 0
+  primary = processes.is_first()
   if primary:
     files.write(workdir / CONFIG, config_lib.to_json(config))
     files.write(workdir / DATA, json.dumps(descriptions, indent=2) + "\n")
@@ -346,7 +277,7 @@ def write_network(
   folder.mkdir(parents=True, exist_ok=True)
   info = {"config": config_lib.to_dict(config), WEIGHTS_ONLY: True}
   saving = config_lib.CheckpointConfig(asynchronous=False)
-  with checkpoint.Saver(folder, saving) as saver:
+  with saves.Saver(folder, saving) as saver:
     saver.save(0, {"model": model}, info)
   files.write(folder / CONFIG, config_lib.to_json(config))
   count = sum(leaf.size for leaf in jax.tree.leaves(model))
@@ -375,7 +306,7 @@ def summarise(
     "parameters": parameters,
     "seconds": seconds,
   }
-  if jax.process_index() != 0:
+  if not processes.is_first():
     return summary
   rows = metrics_lib.read_rows(workdir, on_damage=on_damage)
   train = [row for row in rows if row["split"] == "train"]

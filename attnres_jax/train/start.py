@@ -20,12 +20,6 @@ from attnres_jax.train import checkpoint
 from attnres_jax.train import run_folder
 from attnres_jax.train import train_state
 
-# They change how the same function is computed.
-_SAME_FUNCTION = (
-  "remat", "attention_kernel", "scan_layers", "depth_loop", "kda.chunk_size",
-  "kda.save",
-)  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -113,4 +107,8 @@ def _differences(
   found = config_lib.differences(
     *(dataclasses.asdict(model) for model in (old, new))
   )
-  return {n: pair for n, pair in found.items() if n not in _SAME_FUNCTION}
+  return {
+    name: pair
+    for name, pair in found.items()
+    if config_lib.affects(f"model.{name}") & {"function", "precision"}
+  }

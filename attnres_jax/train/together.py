@@ -24,11 +24,12 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax.common import sharding
 from attnres_jax.train import checkpoint
+from attnres_jax.train import compiling
 from attnres_jax.train import evaluate
-from attnres_jax.train import goodput
-from attnres_jax.train import loop
+from attnres_jax.train import history
 from attnres_jax.train import metrics as metrics_lib
 from attnres_jax.train import run_folder
+from attnres_jax.train import saves as saves_lib
 from attnres_jax.train import step_log
 from attnres_jax.train import train_state
 
@@ -262,7 +263,10 @@ class Group:
           "fingerprints": run_folder.fingerprints(run.descriptions),
         }
         position = {"next_batch": self.step, "dataset": dataset.identity()}
-        with _SAVING, loop.Saves(workdir, config, info, run.writer) as saves:
+        with (
+          _SAVING,
+          saves_lib.Saves(workdir, config, info, run.writer) as saves,
+        ):
           state = jax.tree.map(lambda a, i=i: a[i], self._state)
           saves.save(self.step, state, position)
 
@@ -303,9 +307,9 @@ class Group:
       workdir, config, descriptions, self.step, console=False
     )
     model = self.program.abstract_state.model
-    loop.report_start(
-      writer, self.program.mesh, self.step, restored,
-      goodput.lost(tail.rows, self.step), model.residual.form,
+    history.report_start(
+      writer, self.program.mesh, self.step, tail.rows, bool(restored),
+      model.residual.form,
     )  # fmt: skip
     log = step_log.StepLog(
       config, writer, self.program.mesh,
@@ -318,7 +322,7 @@ class Group:
     self.seconds += seconds
     for run in self._runs:
       run.log.pause(seconds)
-      loop.report_compiled(run.writer, self.step, name, seconds, compiled)
+      compiling.report(run.writer, self.step, name, seconds, compiled)
 
 
 @dataclasses.dataclass

@@ -3,13 +3,12 @@
 
 `make_program` decides how a network runs on a mesh, whole or as a pipeline.
 Training, evaluation and compilation use the `Program` and do not look at the
-mesh. Nothing here uses disk, clock or log; see `train.py`.
+mesh. Nothing here uses disk, clock or log; see `loop.py`.
 """
 
 import dataclasses
 import functools
-import math
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +19,15 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import optimizer as optimizer_lib
 from attnres_jax.common import compiler
-from attnres_jax.common import precision
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
 from attnres_jax.models import loss as loss_lib
 from attnres_jax.models import moe
 from attnres_jax.models import trunk
-from attnres_jax.models.mixers import probe
-from attnres_jax.models.residuals import base
 from attnres_jax.optimizer import groups
 from attnres_jax.optimizer import qk_clip
 from attnres_jax.pipeline import spmd
+from attnres_jax.train import networks
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -59,33 +56,6 @@ class TrainState:
   average: models.Transformer | None = None
 
 
-class Network(Protocol):
-  """How the network of a run is computed on a mesh.
-
-  Attributes:
-    microbatches: parts of a batch that are computed one after another.
-  """
-
-  microbatches: int
-
-  def loss_sums(self, model: Any, examples: Any) -> loss_lib.LossSums:
-    """Sums of the loss over a batch of `loss.Examples`."""
-    ...
-
-  def value_and_grad(
-    self, model: Any, examples: Any
-  ) -> tuple[loss_lib.LossSums, Any]:
-    """The same sums, and the gradient of their total, a tree like the model."""
-    ...
-
-  def kept_bytes(self, model: Any) -> dict[str, int]:
-    """What a device keeps for the backward pass, given an abstract model.
-
-    `running_state_bytes` and `block_bytes`; empty where the compiler decides.
-    """
-    ...
-
-
 def make_program(config: config_lib.RunConfig, mesh: Mesh) -> "Program":
   """Decides how a run computes on a mesh. Nothing is compiled.
 
@@ -97,7 +67,7 @@ def make_program(config: config_lib.RunConfig, mesh: Mesh) -> "Program":
   if config.optim.qk_clip:
     qk_clip.check(config)
   pipelined = mesh.shape[sharding.STAGE] > 1
-  make: Any = spmd.make_pipeline if pipelined else _Whole
+  make: Any = spmd.make_pipeline if pipelined else networks.Unpipelined
   network = make(config, mesh)
   optimizer_lib.make_schedule(config.optim, config.train.steps)
   shapes = jax.eval_shape(lambda: init(config, config.seed))
@@ -118,7 +88,7 @@ class Program:
 
   config: config_lib.RunConfig
   mesh: Mesh
-  network: Network
+  network: networks.Network
   abstract_state: TrainState
 
   @property
@@ -189,7 +159,7 @@ class Program:
 
     def update(state, examples, sums, gradient, peaks):
       # The optimiser and its state are float32, whatever weights are kept in.
-      params: Any = _wide(state.model)
+      params: Any = networks.widened(state.model)
       tokens = jnp.sum(examples.weights)
       count = jnp.maximum(tokens, 1.0)
       gradient = jax.tree.map(lambda g: g / count, gradient)
@@ -310,124 +280,6 @@ class Program:
     return jax.tree.map(lambda a: a.sharding, self.abstract_state)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Whole:
-  """A network without a pipeline: every device computes all sublayers."""
-
-  config: config_lib.RunConfig
-  mesh: Mesh
-
-  @property
-  def microbatches(self) -> int:
-    return self.config.optim.accumulate_steps
-
-  def loss_sums(self, model, examples):
-    def one(microbatch):
-      embedding_BTD = model.embedding.encode(microbatch.inputs)
-      return self._sums(model, embedding_BTD, microbatch)
-
-    with sharding.ambient(self.mesh):
-      if self.microbatches == 1:
-        return one(examples)
-      # All rows at once may need more memory than a step.
-      return jax.tree.map(jnp.sum, jax.lax.map(one, self._split(examples)))
-
-  def _split(self, examples):
-    """The microbatches; every device keeps its own rows in each."""
-
-    def split(a):
-      a = a.reshape(-1, self.microbatches, *a.shape[1:])
-      return jnp.swapaxes(a, 0, 1)
-
-    return jax.tree.map(split, examples)
-
-  def _sums(self, model, embedding_BTD, examples):
-    return loss_lib.loss_sums(
-      self.config,
-      model.hidden_of(embedding_BTD, examples.segment_ids),
-      model.embedding.head_DV(),
-      examples,
-    )
-
-  def value_and_grad(self, model, examples):
-    def total(model):
-      sums = self.loss_sums(model, examples)
-      return sums.total, sums
-
-    with sharding.ambient(self.mesh):  # Gradient rules need it too.
-      if self.microbatches > 1:
-        return self._accumulated(model, examples)
-      gradient, sums = jax.grad(total, has_aux=True)(model)
-      return sums, _wide(gradient)
-
-  def _accumulated(self, model, examples):
-    """Sums over microbatches."""
-
-    def total(model, embedding_BTD, microbatch):
-      sums = self._sums(model, embedding_BTD, microbatch)
-      return sums.total, sums
-
-    # Jitted, so that it is traced once for the shapes and the loop.
-    @jax.jit
-    def one(model, microbatch):
-      embedding_BTD = model.embedding.encode(microbatch.inputs)
-      gradients, sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
-        model, embedding_BTD, microbatch
-      )
-      return (sums, _wide(gradients[0])), gradients[1]
-
-    def add(total, microbatch):
-      new, d_BTD = one(model, microbatch)
-      with scopes.part(scopes.ACCUMULATION):
-        return probe.add(total, new), d_BTD
-
-    each = self._split(examples)
-    first = jax.tree.map(lambda a: a[0], each)
-    shapes, _ = jax.eval_shape(one, model, first)
-    with scopes.part(scopes.ACCUMULATION):
-      zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    (sums, gradient), d_MBTD = jax.lax.scan(add, zeros, each)
-    # The table's gradient is made once, since it has a row for every token of
-    # the vocabulary.
-    _, pull = jax.vjp(lambda model: model.embedding.encode(each.inputs), model)
-    return sums, probe.add(gradient, *map(_wide, pull(d_MBTD)))
-
-  def kept_bytes(self, model):
-    """What `model.remat="full"` keeps of a microbatch (section 4.1).
-
-    The running states that the scheme marks, and other blocks. The sublayer
-    that is being differentiated needs more.
-    """
-    if self.config.model.remat != "full":
-      return {}
-    data = self.config.data
-    rows = data.batch_size // self.microbatches
-    tokens = rows * data.sequence_length // self.mesh.size
-    shape = 1, tokens, self.config.model.width
-    vector = jax.ShapeDtypeStruct(shape, self.config.model.dtype)
-
-    def depth(residual, embedding_BTD, y_BTD):
-      state = residual.init(embedding_BTD)
-      for start, stop in residual.segments():
-        carry, slots = residual.open(state, start, stop)
-        for i in range(stop - start):
-          slot = jax.tree.map(lambda a, i=i: a[i], slots)
-          carry = residual.write(carry, slot, y_BTD)
-        state = residual.close(state, carry, stop)
-      return residual.take_apart(state)[0]
-
-    program = jax.make_jaxpr(depth)(model.residual, vector, vector).jaxpr
-    states = [
-      equation.outvars[0]
-      for equation in program.eqns
-      if equation.params.get("name") == base.DEPTH_STATE
-    ]
-    blocks = [block for block in program.outvars if block not in states]
-    return dict(
-      running_state_bytes=_nbytes(states), block_bytes=_nbytes(blocks)
-    )
-
-
 def first_averaged(config: config_lib.TrainConfig) -> int:
   """The first step, counted from 1, whose weights enter the average."""
   return config.steps + 1 - max(1, round(config.average_last * config.steps))
@@ -438,20 +290,12 @@ def has_average(config: config_lib.TrainConfig, step: int) -> bool:
   return bool(config.average_last) and step >= first_averaged(config)
 
 
-def _wide(tree: Any) -> Any:
-  """The same arrays in the dtype of sums: float32, if they are narrower."""
-  return jax.tree.map(precision.widen, tree)
-
-
-def _nbytes(variables: Any) -> int:
-  avals = [variable.aval for variable in variables]
-  return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
-
-
 def init(config: config_lib.RunConfig, seed: int | jax.Array) -> TrainState:
   """A new state, with the weights of a seed, which may be traced."""
   model: Any = models.build_model(config.model, seed)
-  opt_state = optimizer_lib.make_optimizer(config.optim).init(_wide(model))
+  opt_state = optimizer_lib.make_optimizer(config.optim).init(
+    networks.widened(model)
+  )
   zero = jnp.zeros((), jnp.int32)
   average = None
   if config.train.average_last:

@@ -132,8 +132,9 @@ def _answer(rows: Sequence[Row]) -> page.Html:
       "<figure>{{ figure }}</figure>\n{{ table }}\n"
       '<p class="note">L = A C<sup>&minus;&alpha;</sup>, least squares in ln L,'
       " C in PFLOP/s-days; no irreducible loss, as in the paper. Brackets and"
-      " bands: 90 % of {{ draws }} draws, from the distance of sizes to the"
-      " law, with the correlation of schemes; two sizes have none."
+      " bands: 90 % of {{ draws }} draws, with the correlation of schemes, from"
+      " the distance of sizes to the law or of seeds to their mean, whichever"
+      " is wider; two sizes have none."
       " {{ left_out }} Losses on other data and tokenizers cannot"
       " be compared with the paper's; slopes and gaps can. The last column"
       " but one says how many times the compute of the scheme's largest run"

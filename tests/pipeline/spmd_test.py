@@ -23,6 +23,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.train import checkpoint
+from attnres_jax.train import saves
 from attnres_jax.train import train_state
 from tests import tiers
 from tests import tiny_network
@@ -243,9 +244,7 @@ def test_a_step_and_its_checkpoint(tmp_path):
 
   def moved(state, program, name):
     """Saved on one mesh and restored on another."""
-    with checkpoint.Saver(
-      tmp_path / name, config_lib.CheckpointConfig()
-    ) as saver:
+    with saves.Saver(tmp_path / name, config_lib.CheckpointConfig()) as saver:
       saver.save(1, state, {"data": None})
     saved = checkpoint.restore_latest(tmp_path / name, program.abstract_state)
     for a, b in zip(jax.tree.leaves(saved.state), jax.tree.leaves(state)):

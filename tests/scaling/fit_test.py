@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Known laws are recovered, with intervals of the right coverage."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from scipy import stats
 
 from attnres_jax.common import csv_rows
 from attnres_jax.scaling import compute_advantage
@@ -203,6 +206,28 @@ def test_schemes_share_their_draws():
   apart = compute_advantage(*single, 1e-4)
   width = advantage.high - advantage.low
   assert 0 < width < 0.2 * (apart.high - apart.low)
+
+
+def test_sizes_that_agree_by_chance_do_not_hide_the_seeds():
+  """The interval is that of least squares of runs, with the seeds' variance."""
+  law, seeds = fit.PowerLaw(1.5, 0.06), 4
+  runs = planted(law, np.random.default_rng(13), noise=0.01, seeds=seeds)
+  apart = np.log(runs.loss / law(runs.compute)).reshape(-1, seeds)
+  apart -= apart.mean(axis=1, keepdims=True)  # All means are on the law.
+  runs = dataclasses.replace(
+    runs, loss=law(runs.compute) * np.exp(apart.ravel())
+  )
+  rng = np.random.default_rng(14)
+  found = fit.fit_schemes({"a": runs}, rng, num_samples=4000)["a"].exponent()
+  freedom = apart.size - len(apart)
+  x = np.log(runs.compute)
+  error = np.sqrt(np.sum(apart**2) / freedom / np.sum((x - x.mean()) ** 2))
+  half = stats.t.ppf((1 + fit.level_of_each(0.9)) / 2, freedom) * error
+  assert found.value == pytest.approx(law.exponent)
+  np.testing.assert_allclose(
+    (found.low, found.high), (law.exponent - half, law.exponent + half),
+    atol=0.1 * half,
+  )  # fmt: skip
 
 
 def test_draws_come_from_the_generator():

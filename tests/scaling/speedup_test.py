@@ -3,6 +3,7 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from attnres_jax import config as config_lib
 from attnres_jax.scaling import effective_speedup
@@ -88,6 +89,26 @@ def test_coverage(errors):
   # Two and a half standard errors of a share of 300 draws are 0.043.
   assert 0.857 <= share <= 0.943
   assert np.median([e.value for e in draws]) == pytest.approx(1.2, rel=0.03)
+
+
+def test_sizes_that_agree_by_chance_do_not_hide_the_seeds():
+  base, other = planted(np.random.default_rng(0), 1.2, own=0.02)
+  ratio = np.log(other.loss / base.loss).reshape(len(COMPUTE), -1)
+  by_chance = np.exp(np.mean(ratio) - ratio.mean(axis=1, keepdims=True))
+  other = fit.Runs(
+    other.compute,
+    (other.loss.reshape(ratio.shape) * by_chance).ravel(),
+    other.size,
+    other.seed,
+  )
+  found = effective_speedup(base, other)
+  freedom = ratio.size - len(ratio)
+  apart = ratio - ratio.mean(axis=1, keepdims=True)
+  error = np.sqrt(np.sum(apart**2) / freedom / ratio.size)
+  half = stats.t.ppf(0.93, freedom) * error / LAW.exponent
+  # The exponent is uncertain, too; and quantiles are of 100 x 100 values.
+  assert 0.95 * half < np.log(found.high / found.value) < 2 * half
+  assert 0.95 * half < np.log(found.value / found.low) < 2 * half
 
 
 def test_an_unknown_slope_gives_an_infinite_interval():

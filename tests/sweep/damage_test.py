@@ -10,6 +10,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
 from attnres_jax.common import exits
+from attnres_jax.common import processes
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
@@ -399,9 +400,9 @@ def test_all_processes_train_the_run_that_the_first_chooses(sweep, monkeypatch):
     return exits.Exit.DONE
 
   # As in the second of two processes.
-  monkeypatch.setattr(work_lib, "_is_first", lambda: False)
-  monkeypatch.setattr(work_lib, "_agree", lambda value: value)
-  monkeypatch.setattr(work_lib, "_agree_on_text", lambda name: told.pop(0))
+  monkeypatch.setattr(processes, "is_first", lambda: False)
+  monkeypatch.setattr(processes, "number_of_first", lambda value: value)
+  monkeypatch.setattr(processes, "text_of_first", lambda name: told.pop(0))
   monkeypatch.setattr(work_lib, "run", work)
   assert work_lib.run_all(folder) == exits.Exit.DONE
   assert begun == [chosen]

@@ -24,6 +24,8 @@ from attnres_jax.common import sharding
 from attnres_jax.common import trees
 from attnres_jax.train import checkpoint
 from attnres_jax.train import checksums
+from attnres_jax.train import orbax_io
+from attnres_jax.train import saves
 from tests import tiers
 from tests import tiny_network
 
@@ -53,7 +55,7 @@ def _abstract(state):
 
 
 def _save(workdir, steps, config=CONFIG):
-  with checkpoint.Saver(workdir, config) as saver:
+  with saves.Saver(workdir, config) as saver:
     for step in steps:
       saver.save(step, _state(step), {"config": {}, "at": step})
 
@@ -95,7 +97,7 @@ def test_saved_arrays_may_be_donated(tmp_path):
     donate_argnums=0,
   )
   state = jax.tree.map(lambda x: jnp.zeros((300, 300), x.dtype), _state(0))
-  with checkpoint.Saver(tmp_path, CONFIG) as saver:
+  with saves.Saver(tmp_path, CONFIG) as saver:
     for step in range(1, 6):
       state = bump(state)
       saver.save(step, state, {"at": step})
@@ -178,7 +180,7 @@ def test_a_store_that_fails_for_a_moment(tmp_path, monkeypatch, failures, step):
   with monkeypatch.context() as patched:
     patched.setattr(checkpoint.files, "is_remote", lambda path: True)
     with patched.context() as described:
-      described.setattr(checkpoint, "_describe", failing(checkpoint._describe))
+      described.setattr(orbax_io, "describe", failing(orbax_io.describe))
       assert checkpoint.newest_info(tmp_path)["at"] == step
     patched.setattr(checkpoint, "_read", failing(checkpoint._read))
     restored = _restore(tmp_path)
@@ -295,7 +297,7 @@ def test_verify_lists_what_is_damaged(tmp_path, capsys):
 
 
 def test_a_save_without_room_is_not_begun(tmp_path, monkeypatch):
-  with checkpoint.Saver(tmp_path, CONFIG) as saver:
+  with saves.Saver(tmp_path, CONFIG) as saver:
     saver.save(1, _state(1), {"at": 1})
     saver.wait()
     size = sum(
@@ -322,7 +324,7 @@ def test_a_disk_that_fills_up_during_a_save_is_one_line(
     raise OSError(errno.ENOSPC, "No space left on device")
 
   with pytest.raises(files.DiskFullError, match="bytes needed, .* free"):
-    with checkpoint.Saver(tmp_path, CONFIG) as saver:
+    with saves.Saver(tmp_path, CONFIG) as saver:
       saver.save(1, _state(1), {"at": 1})
       saver.wait()
       monkeypatch.setattr(checksums, "write", write)
@@ -344,7 +346,7 @@ def _resources():
 def test_saves_leave_no_descriptors_and_threads_behind(tmp_path):
   config = config_lib.CheckpointConfig(keep_last=1)
   state = {"model": {"w": jnp.zeros((2,))}}
-  with checkpoint.Saver(tmp_path, config) as saver:
+  with saves.Saver(tmp_path, config) as saver:
     for step in range(1, 16):
       saver.save(step, state, {"at": step})
       if step == 5:
@@ -393,7 +395,7 @@ def test_load_model(tmp_path):
   config = config_lib.RunConfig(model=tiny_network.config(vocab_size=257))
   trained = [models.build_model(config.model, seed=seed) for seed in (1, 2)]
   info = {"config": config_lib.to_dict(config)}
-  with checkpoint.Saver(tmp_path, CONFIG) as saver:
+  with saves.Saver(tmp_path, CONFIG) as saver:
     for step, model in enumerate(trained):
       saver.save(step, _Run(model, jnp.zeros((7,))), info)
   loaded_config, loaded = checkpoint.load_model(tmp_path)
@@ -422,7 +424,7 @@ def test_experts_of_older_checkpoints(tmp_path, mesh):
       old[name] = leaf
   assert len(old) == len(flat) + 2
   info = {"config": config_lib.to_dict(config)}
-  with checkpoint.Saver(tmp_path, CONFIG) as saver:
+  with saves.Saver(tmp_path, CONFIG) as saver:
     saver.save(1, old, info)
   abstract = _abstract(state)
   if mesh:
@@ -458,7 +460,7 @@ def test_failed_save_is_not_swallowed(tmp_path, monkeypatch):
     raise OSError("disk full")
 
   with pytest.raises(OSError, match="disk full"):
-    with checkpoint.Saver(tmp_path, CONFIG) as saver:
+    with saves.Saver(tmp_path, CONFIG) as saver:
       saver.save(1, _state(1), {"at": 1})
       monkeypatch.setattr(saver._checkpointer, "wait", fail)
       saver.wait()

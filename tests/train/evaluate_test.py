@@ -5,12 +5,12 @@ import inspect
 import math
 
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax.common import processes
 from attnres_jax.common import sharding
 from attnres_jax.models import loss
 from attnres_jax.train import evaluate
@@ -75,9 +75,7 @@ def test_sums_over_the_first_batches_every_time():
 def test_processes_with_the_same_rows_count_their_bytes_once(monkeypatch):
   batches = _batches(3)
   alone, _ = _evaluator(batches)
-  gather = lambda mine: np.stack([mine, mine])
-  monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(processes, "gather", lambda number: [number, number])
   # Ranks of a pipeline.
   monkeypatch.setattr(sharding, "share_of_rows", lambda *unused: (0, 1))
   ranks, _ = _evaluator(batches)

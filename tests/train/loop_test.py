@@ -15,11 +15,15 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
+from attnres_jax.common import processes
 from attnres_jax.train import checkpoint
 from attnres_jax.train import claims
+from attnres_jax.train import compiling
+from attnres_jax.train import history
 from attnres_jax.train import loop
 from attnres_jax.train import metrics
 from attnres_jax.train import run_folder
+from attnres_jax.train import saves
 from attnres_jax.train import step_log
 from attnres_jax.train import train_state
 from attnres_jax.train import watch
@@ -293,9 +297,9 @@ def test_a_full_disk_leaves_what_was_there(quick_run, quick, monkeypatch):
 # What a start calls after the claim, in this order.
 STAGES = (
   (run_folder, "changes"), (checkpoint, "restore_latest"),
-  (metrics, "read_tail"), (run_folder, "missing_checkpoint"),
-  (metrics, "make_writer"), (loop, "report_start"), (loop, "_compile"),
-  (loop, "Saves"), (watch, "Profiler"),
+  (metrics, "read_tail"), (history, "missing_checkpoint"),
+  (metrics, "make_writer"), (history, "report_start"),
+  (compiling, "compile_program"), (saves, "Saves"), (watch, "Profiler"),
 )  # fmt: skip
 
 
@@ -309,8 +313,8 @@ def test_a_refused_start_leaves_what_was_there(
     raise config_lib.ConfigError("no")
 
   monkeypatch.setattr(*stage, refuse)
-  if stage[1] != "_compile":  # Which takes seconds.
-    monkeypatch.setattr(loop, "_compile", lambda *unused: None)
+  if stage[1] != "compile_program":  # Which takes seconds.
+    monkeypatch.setattr(compiling, "compile_program", lambda *unused: None)
   monkeypatch.setattr(
     train_state.Program, "init_state", lambda self: None, raising=True
   )
@@ -330,7 +334,7 @@ def test_a_start_that_may_work_later_keeps_its_folder(
   def fail(*unused):
     raise OSError("the store is away")
 
-  monkeypatch.setattr(loop, "_compile", fail)
+  monkeypatch.setattr(compiling, "compile_program", fail)
   with pytest.raises(OSError, match="away"):
     tiny_run.train_here(tmp_path / "run", quick)
   assert (tmp_path / "run" / run_folder.CONFIG).exists()
@@ -355,11 +359,11 @@ def test_rows_that_are_missing_are_noticed():
   def missing(step, log_every):
     info = {"config": {"train": {"log_every": log_every}}}
     restored = checkpoint.Restored(step, None, info, {}, True)
-    return run_folder.missing_rows(restored, tail)
+    return history.missing_rows(restored, tail)
 
   assert missing(12, 1) is None and missing(15, 4) is None
   assert missing(13, 1) == (12, 13) and missing(16, 4) == (12, 16)
-  assert run_folder.missing_rows(None, tail) is None
+  assert history.missing_rows(None, tail) is None
 
 
 def test_killed_between_last_save_and_summary(whole, run, fields):
@@ -605,7 +609,7 @@ def test_processes_say_their_step_before_they_compile(
   def compile_step(*_):
     raise RuntimeError("compiling")
 
-  monkeypatch.setattr(loop, "_compile", compile_step)
+  monkeypatch.setattr(compiling, "compile_program", compile_step)
   tiny_run.rewind(quick_run, 10)
   with pytest.raises(RuntimeError, match="compiling"):
     tiny_run.train_here(quick_run, quick)
@@ -619,7 +623,7 @@ def test_small_saves_do_not_wait_for_hours(quick, tmp_path, monkeypatch):
     assert seconds == 1200
     raise RuntimeError("no saves")
 
-  monkeypatch.setattr(checkpoint, "Saver", saver)
+  monkeypatch.setattr(saves, "Saver", saver)
   with pytest.raises(RuntimeError, match="no saves"):
     tiny_run.train_here(tmp_path, quick)
 
@@ -627,7 +631,7 @@ def test_small_saves_do_not_wait_for_hours(quick, tmp_path, monkeypatch):
 def test_hosts_with_other_texts_are_refused(quick, tmp_path, monkeypatch):
   """As on a host whose copy of the text is not that of the first one."""
   of_first = lambda text: text and text[::-1]
-  monkeypatch.setattr(loop.claims, "of_process_0", of_first)
+  monkeypatch.setattr(processes, "text_of_first", of_first)
   # On all of them, before one alone finds it unlike an earlier run's.
   text_of = "other", dict(train="", validation="")
   with pytest.raises(config_lib.ConfigError, match="same text on all hosts"):
@@ -638,7 +642,7 @@ def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
   def compile_nothing(*args):
     raise AssertionError("compiled")
 
-  monkeypatch.setattr(loop, "_compile", compile_nothing)
+  monkeypatch.setattr(compiling, "compile_program", compile_nothing)
   for field, value in (
       ("data.batch_size", 3), ("mesh.data", 99), ("data.path", "/nowhere"),
       ("optim.name", "sgdd"), ("model.residual.name", "bloc_attnres"),

@@ -15,6 +15,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.train import metrics
+from attnres_jax.train import sinks
 from tests import tiny_run
 
 
@@ -108,7 +109,7 @@ def test_a_resumption_without_lost_rows_leaves_the_file(tmp_path):
 
 def test_plain_lines_without_a_terminal():
   out = io.StringIO()
-  console = metrics.Console(10, 0, file=out, seconds=1e9)
+  console = sinks.Console(10, 0, file=out, seconds=1e9)
   for step in range(1, 11):
     console.write({"step": step, "split": "train", "loss": 1.23456})
   console.write({"step": 10, "split": "validation", "loss": 2.0})
@@ -125,7 +126,7 @@ def test_plain_lines_without_a_terminal():
 
 def test_lines_say_how_long_is_left():
   out = io.StringIO()
-  console = metrics.Console(200, 0, file=out)
+  console = sinks.Console(200, 0, file=out)
   row = {"step": 20, "split": "train", "loss": 1.0, "step_seconds": 20.5}
   console.write(row)
   assert out.getvalue().rstrip().endswith("step_seconds 20.5, left 1:01:30")
@@ -137,7 +138,7 @@ def test_progress_bar_on_a_terminal():
       return True
 
   out = Terminal()
-  console = metrics.Console(4, 2, file=out)
+  console = sinks.Console(4, 2, file=out)
   console.write({"step": 3, "split": "train", "loss": 1.5})
   console.write({"step": 4, "split": "train", "loss": 1.25})
   console.write({"step": 4, "split": "validation", "loss": 2.0})
@@ -242,6 +243,6 @@ def test_a_sink_that_fails_later_is_dropped(tmp_path, capsys):
 def test_missing_package_is_named(monkeypatch, field, value, package):
   monkeypatch.setitem(sys.modules, package, None)
   with pytest.raises(config_lib.ConfigError) as error:
-    metrics.check_available(config_lib.LogConfig(**{field: value}))
+    sinks.check_available(config_lib.LogConfig(**{field: value}))
   assert f"config.log.{field}" in str(error.value)
   assert f"pip install {package}" in str(error.value)

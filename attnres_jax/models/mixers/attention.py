@@ -173,6 +173,6 @@ class Attention(SoftmaxMixer):
 
   def cache_specs(
     self, heads: bool = False
-  ) -> tuple[sharding.PartitionSpec, ...]:
+  ) -> tuple[jax.sharding.PartitionSpec, ...]:
     """How a mesh shards the arrays of the cache."""
     return (sharding.ROWS_AND_HEADS,) * 2

@@ -166,7 +166,7 @@ class Kda(attention.Mixer):
 
   def cache_specs(
     self, heads: bool = False
-  ) -> tuple[sharding.PartitionSpec, ...]:
+  ) -> tuple[jax.sharding.PartitionSpec, ...]:
     """How a mesh shards the arrays of the state."""
     return sharding.ROWS_AND_HEADS, *[sharding.HEADS] * 3
 

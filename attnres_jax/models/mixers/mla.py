@@ -125,7 +125,7 @@ class Mla(attention.SoftmaxMixer):
 
   def cache_specs(
     self, heads: bool = False
-  ) -> tuple[sharding.PartitionSpec, ...]:
+  ) -> tuple[jax.sharding.PartitionSpec, ...]:
     """How a mesh shards the arrays of the cache; all heads need all latents."""
     return (sharding.ROWS_AND_HEADS,) * 2 if heads else (sharding.SEQUENCES,)
 

@@ -160,9 +160,7 @@ def _work(config: Mapping[str, str]) -> int:
   except config_lib.ConfigError as error:
     print(f"error: {error}")
     return exits.Exit.NEVER
-  # The others wait for a worker whose input alone was refused.
-  refused = result == exits.Exit.NEVER and not work.all_come(config["name"])
-  if refused or result in (exits.Exit.AGAIN, exits.Exit.STOPPED):
+  if result in (exits.Exit.AGAIN, exits.Exit.STOPPED):
     raise RunError(f"{config['name']}: {state_lib.OF_EXIT[result]}")
   return result
 

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What earlier attempts have left in the folder of a run, and what it lacks."""
+
+import dataclasses
+import platform
+import time
+from typing import Any
+
+from etils import epath
+import jax
+
+from attnres_jax.common import environment
+from attnres_jax.train import checkpoint
+from attnres_jax.train import goodput
+from attnres_jax.train import metrics as metrics_lib
+
+Rows = list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+  """The folder of a run when an attempt begins.
+
+  Attributes:
+    changes: fields that differ from the run in the folder, name -> (old, new).
+    damaged: files that are rebuilt, with the cause of each.
+    restored: the newest checkpoint that can be read; None at the first attempt.
+    tail: the end of metrics.jsonl.
+    missing: step of a newer checkpoint that was completed, or None.
+  """
+
+  changes: dict[str, tuple[Any, Any]]
+  damaged: dict[str, str]
+  restored: checkpoint.Restored | None
+  tail: metrics_lib.Tail
+  missing: int | None
+
+  @property
+  def step(self) -> int:
+    """Steps that need not be repeated."""
+    return self.restored.step if self.restored else 0
+
+  def report(self, writer: metrics_lib.Writer) -> None:
+    """Writes an event for everything that is not as it should be."""
+    step, restored = self.step, self.restored
+    for file, cause in self.damaged.items():
+      writer.event(step, "file rebuilt", file=file, cause=cause)
+    for broken, cause in (restored.unreadable if restored else {}).items():
+      writer.event(step, "checkpoint set aside", of_step=broken, cause=cause)
+    if self.missing is not None:
+      writer.event(step, "checkpoint missing", of_step=self.missing)
+    if restored and not restored.verified:
+      writer.event(step, "checkpoint unverified", of_step=step)
+    rows = missing_rows(restored, self.tail)
+    if rows is not None:
+      first, last = rows
+      writer.event(step, "rows missing", after_step=first, through_step=last)
+    if self.changes:
+      fields = {name: list(values) for name, values in self.changes.items()}
+      writer.event(step, "config changed", changes=fields)
+
+
+def report_start(
+  writer: metrics_lib.Writer,
+  mesh: jax.sharding.Mesh,
+  step: int,
+  rows: Rows,
+  resumes: bool,
+  depth_reads: str | None,
+) -> None:
+  """Writes the first event of an attempt: the work lost, what runs, and where.
+
+  Args:
+    writer: of the run.
+    mesh: of its devices.
+    step: with which it begins.
+    rows: of earlier attempts, beyond this step.
+    resumes: whether there was a checkpoint.
+    depth_reads: in which form the scheme reads over depth, if it does.
+  """
+  lost_steps, lost_seconds = goodput.lost(rows, step)
+  reads = {"depth_reads": depth_reads} if depth_reads else {}
+  writer.event(
+    step,
+    "resume" if resumes else "start",
+    lost_steps=lost_steps,
+    lost_seconds=lost_seconds,
+    devices=mesh.size,
+    device_kind=mesh.devices.flat[0].device_kind,
+    processes=jax.process_count(),
+    hardware=environment.hardware(),
+    commit=environment.commit(),
+    jax=jax.__version__,
+    python=platform.python_version(),
+    time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    **reads,
+  )
+
+
+def missing_checkpoint(
+  workdir: epath.Path,
+  restored: checkpoint.Restored | None,
+  tail: metrics_lib.Tail,
+) -> int | None:
+  """The step of a newer checkpoint that was completed but is missing.
+
+  Raises:
+    CheckpointError: some were completed, but none is left.
+  """
+  completed: set[int] = set()
+  for row in tail.rows:
+    if row.get("event") == "checkpoint":
+      completed.add(row["step"])
+    elif row.get("event") in ("checkpoint set aside", "checkpoint missing"):
+      completed.discard(row["of_step"])
+  if not completed:
+    return None
+  newest = max(completed)
+  if restored is None:
+    raise checkpoint.CheckpointError(
+      f"checkpoints of {workdir} up to step {newest} were completed, and all"
+      " are gone; to start again, choose another --workdir or empty this one"
+    )
+  is_there = newest <= restored.step or newest in restored.unreadable
+  return None if is_there else newest
+
+
+def missing_rows(
+  restored: checkpoint.Restored | None, tail: metrics_lib.Tail
+) -> tuple[int, int] | None:
+  """Between which steps metrics.jsonl lost rows; None where it has all."""
+  if restored is None:
+    return None
+  every = restored.info["config"]["train"]["log_every"]
+  logged = restored.step // every * every
+  return (tail.last_step, logged) if tail.last_step < logged else None

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run before it touches its folder: everything that can be wrong is found."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from etils import epath
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax.common import environment
+from attnres_jax.common import plans as plans_lib
+from attnres_jax.common import processes
+from attnres_jax.common import sharding
+from attnres_jax.train import run_folder
+from attnres_jax.train import sinks
+from attnres_jax.train import train_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A run that can begin.
+
+  Attributes:
+    config: resolved, with its plan and the tokenizer's vocabulary.
+    mesh: of all devices.
+    datasets: train and validation, as far as this process reads them.
+    descriptions: of both, for data.json.
+    separator_id: the token between documents if all others are bytes, or None.
+    program: the state's shapes and the steps, not compiled.
+  """
+
+  config: config_lib.RunConfig
+  mesh: jax.sharding.Mesh
+  datasets: dict[str, data.Dataset]
+  descriptions: dict[str, dict[str, Any]]
+  separator_id: int | None
+  program: train_state.Program
+
+  @property
+  def parameters(self) -> int:
+    """How many numbers the network learns."""
+    leaves = jax.tree.leaves(self.program.abstract_state.model)
+    return sum(leaf.size for leaf in leaves)
+
+
+def prepare(
+  config: config_lib.RunConfig,
+  plans: epath.PathLike,
+  text_of: tuple[str, Mapping[str, str]] | None = None,
+) -> Prepared:
+  """Builds all parts of a run without arrays; all processes call it.
+
+  Args:
+    config: of the run.
+    plans: the file of plans, for `optim.accumulate_steps=0`.
+    text_of: a run that has to have read the same text, and the fingerprints of
+      its splits.
+
+  Raises:
+    ConfigError: the first part that cannot be built, or another text.
+  """
+  sinks.check_available(config.log)
+  tokenizer = data.make_tokenizer(config.data)
+  config = config.with_vocab_size(tokenizer.vocab_size)
+  config = plans_lib.resolve(config, jax.devices(), plans)
+  mesh = sharding.make_mesh(config.mesh)
+  datasets = _open_data(config, mesh)
+  data.check(config, datasets["train"])
+  are_bytes = config.data.tokenizer == "bytes"
+  prepared = Prepared(
+    config,
+    mesh,
+    datasets,
+    {split: dataset.describe() for split, dataset in datasets.items()},
+    tokenizer.separator_id if are_bytes else None,
+    train_state.make_program(config, mesh),
+  )
+  environment.check_size(prepared.program.abstract_state)
+  fingerprints = run_folder.fingerprints(prepared.descriptions)
+  # Before any check that hosts with another text would fail alone.
+  if not processes.is_same(str(fingerprints)):
+    where = config.data.path or list(config.data.paths)
+    config_lib.fail("data.path", where, "the same text on all hosts")
+  if text_of is not None:
+    run_folder.refuse_other_text(config, prepared.descriptions, *text_of)
+  return prepared
+
+
+def _open_data(
+  config: config_lib.RunConfig, mesh: jax.sharding.Mesh
+) -> dict[str, data.Dataset]:
+  """Both splits, as far as this process reads them."""
+  part, parts = sharding.share_of_rows(mesh, jax.process_index())
+  return {
+    split: data.open_dataset(
+      config.data, split, process_index=part, process_count=parts
+    )
+    for split in ("train", "validation")
+  }

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves checkpoints of a run, each reported once it is complete on disk."""
+
+from collections.abc import Mapping
+import contextlib
+import json
+import logging
+import time
+from typing import Any
+
+from etils import epath
+
+from attnres_jax import config as config_lib
+from attnres_jax import train
+from attnres_jax.common import files
+from attnres_jax.common import processes
+from attnres_jax.common import trees
+from attnres_jax.train import checksums
+from attnres_jax.train import metrics as metrics_lib
+from attnres_jax.train import orbax_io
+
+# Timeout of a save. Process 0 reads 600 GB back for checksums (48B network).
+_SAVE_SECONDS = 4 * 3600
+
+
+class Saver:
+  """Writes checkpoints of one run; a context manager.
+
+  Open it after `restore_latest`, because it deletes unfinished saves.
+
+  Attributes:
+    last_step: of the last save, finished or not; None if there is none.
+    writing: whether a save is being written, as the first process sees it.
+  """
+
+  def __init__(
+    self,
+    workdir: epath.PathLike,
+    config: config_lib.CheckpointConfig,
+    seconds: int = _SAVE_SECONDS,
+  ):
+    self._asynchronous = config.asynchronous
+    # A failed save is raised here, so its tracebacks in the log are noise.
+    logging.getLogger("absl").addFilter(orbax_io.is_not_orbax)
+    self._folder = orbax_io.checkpoints(workdir)
+    self._checkpointer = orbax_io.checkpointer(
+      self._folder, config, seconds, lambda: self._write_checksums()
+    )
+    latest = self._checkpointer.latest
+    self.last_step = None if latest is None else latest.step
+    self.writing = False
+    self._under_way: Any = None
+    self._info: dict[str, Any] = {}
+    self._last_bytes = 0
+    if latest is not None and processes.is_first():
+      self._last_bytes = checksums.num_bytes(self._folder / str(latest.step))
+
+  def __enter__(self) -> "Saver":
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
+
+  def save(self, step: int, state: Any, info: Mapping[str, Any]) -> None:
+    """Starts a save, after the previous one has finished.
+
+    Arrays are copied before this returns, so the state may be donated. If a
+    save fails in the background, the next call (or `wait`, `close`) raises.
+
+    Args:
+      step: steps completed.
+      state: a tree of jax arrays.
+      info: a JSON object.
+
+    Raises:
+      DiskFullError: there is less room than the last save took.
+    """
+    self.wait()
+    files.check_space(self._folder / str(step), self._last_bytes)
+    self.last_step = step
+    self._info = json.loads(json.dumps(dict(info)))
+    self.writing = True
+    with self._explaining():
+      self._under_way = self._checkpointer.save_checkpointables_async(
+        step,
+        orbax_io.split(trees.to_flat(state)),
+        custom_metadata=self._info,
+        force=True,
+      )
+    if not self._asynchronous:
+      self.wait()
+
+  def wait(self) -> None:
+    """Blocks until everything is on disk."""
+    under_way, self._under_way = self._under_way, None
+    with self._explaining():
+      if under_way is not None:
+        # The thread that waits for a save, and its event loop, end only here.
+        under_way.result()
+      self._checkpointer.wait()
+
+  def close(self) -> None:
+    with contextlib.ExitStack() as stack:
+      absl_logger = logging.getLogger("absl")
+      stack.callback(absl_logger.removeFilter, orbax_io.is_not_orbax)
+      stack.enter_context(self._explaining())
+      stack.callback(self._checkpointer.close)
+      self.wait()
+
+  def _write_checksums(self) -> None:
+    # A temporary folder on disks; object stores have the final one.
+    final = self._folder / str(self.last_step)
+    names = sorted(one.name for one in self._folder.iterdir())
+    begins = (name for name in names if name.startswith(f"{final.name}."))
+    folder = self._folder / next(begins, final.name)
+    checksums.write(folder, self._info)
+    self._last_bytes = checksums.num_bytes(folder)
+    self.writing = False
+
+  def _explaining(self) -> contextlib.AbstractContextManager[None]:
+    return files.explaining_full_disk(
+      self._folder / str(self.last_step), self._last_bytes or None
+    )
+
+
+class Saves:
+  """A context in which checkpoints are saved, one after the other."""
+
+  def __init__(
+    self,
+    workdir: epath.Path,
+    config: config_lib.RunConfig,
+    info: dict[str, Any],
+    writer: metrics_lib.Writer,
+    seconds: int = 1200,
+  ):
+    self._workdir = workdir
+    self._info = info
+    self._writer = writer
+    self._saver = Saver(workdir, config.checkpoint, seconds)
+    self._last_step = self._saver.last_step or 0
+    self._pending: tuple[int, float] | None = None
+
+  def __enter__(self) -> "Saves":
+    return self
+
+  def __exit__(self, error_type: type | None, *unused) -> None:
+    # A pending save is finished, however the run ended.
+    if error_type is None:
+      self.wait()
+    self._saver.close()
+
+  def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+    """Starts a save, unless there is nothing new since the last one."""
+    if step == self._last_step:
+      return
+    self.wait()
+    self._writer.flush()
+    start = time.perf_counter()
+    self._saver.save(step, state, self._info | {"data": position})
+    self._pending = step, time.perf_counter() - start
+    self._last_step = step
+
+  @property
+  def writing(self) -> bool:
+    """Whether a save is being written."""
+    return self._saver.writing
+
+  def wait(self) -> None:
+    """Waits until the pending save, if any, is complete."""
+    start = time.perf_counter()
+    self._saver.wait()
+    if self._pending is not None:
+      step, seconds = self._pending
+      seconds += time.perf_counter() - start
+      self._writer.event(step, "checkpoint", blocked_seconds=seconds)
+      self._pending = None
+
+  def newest(self) -> str:
+    """The newest checkpoint in words, after the pending save."""
+    self.wait()
+    steps = orbax_io.all_steps(self._workdir)
+    folder = self._workdir / train.CHECKPOINTS
+    return f"step {steps[-1]} in {folder}" if steps else "none yet"
