@@ -226,7 +226,7 @@ def _seed_errors(
   }
   labels = list(dict.fromkeys(pair for each in pairs.values() for pair in each))
   freedom = {name: len(pairs[name]) - len(means[name].row) for name in runs}
-  if min(freedom.values()) < 1:
+  if min(freedom.values(), default=0) < 1:
     num_samples = 0
   sizes = list(dict.fromkeys(size for size, _ in labels))
   shape = num_samples, len(sizes), len(labels)
