@@ -218,14 +218,14 @@ def test_sizes_that_agree_by_chance_do_not_hide_the_seeds():
     runs, loss=law(runs.compute) * np.exp(apart.ravel())
   )
   rng = np.random.default_rng(14)
-  found = fit.fit_schemes({"a": runs}, rng, num_samples=4000)["a"].exponent()
+  exponent = fit.fit_schemes({"a": runs}, rng, num_samples=4000)["a"].exponent()
   freedom = apart.size - len(apart)
   x = np.log(runs.compute)
   error = np.sqrt(np.sum(apart**2) / freedom / np.sum((x - x.mean()) ** 2))
   half = stats.t.ppf((1 + fit.level_of_each(0.9)) / 2, freedom) * error
-  assert found.value == pytest.approx(law.exponent)
+  assert exponent.value == pytest.approx(law.exponent)
   np.testing.assert_allclose(
-    (found.low, found.high), (law.exponent - half, law.exponent + half),
+    (exponent.low, exponent.high), (law.exponent - half, law.exponent + half),
     atol=0.1 * half,
   )  # fmt: skip
 

@@ -101,14 +101,14 @@ def test_sizes_that_agree_by_chance_do_not_hide_the_seeds():
     other.size,
     other.seed,
   )
-  found = effective_speedup(base, other)
+  speedup = effective_speedup(base, other)
   freedom = ratio.size - len(ratio)
   apart = ratio - ratio.mean(axis=1, keepdims=True)
   error = np.sqrt(np.sum(apart**2) / freedom / ratio.size)
   half = stats.t.ppf(0.93, freedom) * error / LAW.exponent
   # The exponent is uncertain, too; and quantiles are of 100 x 100 values.
-  assert 0.95 * half < np.log(found.high / found.value) < 2 * half
-  assert 0.95 * half < np.log(found.value / found.low) < 2 * half
+  assert 0.95 * half < np.log(speedup.high / speedup.value) < 2 * half
+  assert 0.95 * half < np.log(speedup.value / speedup.low) < 2 * half
 
 
 def test_an_unknown_slope_gives_an_infinite_interval():
