@@ -63,8 +63,9 @@ def extend(
     looking_back = history.looking_back()
   with looking_back:
     state = trunk.run_singly(
-      kinds, residual, embedding_BTD, None, value_residual, layer
-    )
+      kinds, residual, embedding_BTD, None, value_residual, layer,
+      written=embedding_BTD.shape[1] > 1,
+    )  # fmt: skip
     with scopes.part(scopes.RESIDUAL):
       h_BTD = residual.readout(state)
   added: dict[str, Any] = {

@@ -5,6 +5,7 @@ Also, which sublayers repeat a pattern, so that a scan can run them.
 """
 
 from collections.abc import Mapping, Sequence
+import itertools
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -17,8 +18,12 @@ from attnres_jax.common import scopes
 def split(tree: Any, sizes: Sequence[int]) -> list[Any]:
   """Cuts every leaf along its leading axis into parts of these sizes.
 
-  Unlike that of slices, the gradient is one concatenation.
+  Unlike that of slices, the gradient is one concatenation. A list of
+  `separated` layers becomes several lists.
   """
+  if isinstance(tree, nnx.List):
+    layers = iter(tree)
+    return [nnx.List(itertools.islice(layers, size)) for size in sizes]
   leaves, structure = jax.tree.flatten(tree)
   parts = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
   return [
@@ -90,14 +95,20 @@ def unstacked(stack: Any) -> tuple[Any, ...]:
 
 
 def separated(sublayers: Mapping[str, Any]) -> Any:
-  """Sublayers that `decoding.extend` takes, each in separate arrays.
+  """Sublayers that `trunk.run` and `decoding.extend` take, in separate arrays.
 
-  Slices of a stack are copied before a product reads them, by compilers for
-  CPUs.
+  Compilers for CPUs copy slices of a stack before a product reads them. Where
+  gradients accumulate, each layer's is added as soon as it is there, rather
+  than kept until all are there to be stacked.
   """
   return nnx.Dict(
     {kind: nnx.List(unstacked(layers)) for kind, layers in sublayers.items()}
   )
+
+
+def first(layers: Any) -> Any:
+  """The first of `separated` layers, or their stack."""
+  return layers[0] if isinstance(layers, nnx.List) else layers
 
 
 def joined(sublayers: Any) -> Mapping[str, Any]:

@@ -42,7 +42,7 @@ class Transformer(nnx.Module):
     config: the shape of the network.
     embedding: token vectors and output head.
     sublayers: ONE module per kind of sublayer; every leaf has a leading axis
-      over the sublayers of that kind, in the order of depth. While decoding, a
+      over the sublayers of that kind, in the order of depth. Or a
       list of modules for one sublayer each instead (`layer_stacks.separated`).
     residual: the scheme that connects the sublayers.
     final_norm: between the scheme's readout and the head, in most schemes.
@@ -89,7 +89,7 @@ class Transformer(nnx.Module):
   ) -> jax.Array:
     """`hidden` of the token vectors."""
     h_BTD = trunk.run(
-      layer_stacks.joined(self.sublayers),
+      self.sublayers,
       self.config.sublayer_kinds,
       self.residual,
       embedding_BTD,

@@ -23,6 +23,7 @@ import functools
 import itertools
 from typing import Any, NamedTuple
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +77,7 @@ def run(
 
   Args:
     sublayers: one module per kind, whose leaves have a leading axis over the
-      sublayers of that kind.
+      sublayers of that kind; or `layer_stacks.separated`.
     kinds: of the L sublayers.
     residual: the scheme.
     embedding_BTD: h_1 = v_0.
@@ -137,7 +138,7 @@ def run_part(
   apart = {
     kinds.index(kind)
     for kind, stack in sublayers.items()
-    if value_residual and value_lib.mixes(stack.core)
+    if value_residual and value_lib.mixes(layer_stacks.first(stack).core)
   }
   segments = _plan(kinds, residual, start, scan, depth_loop, apart)
   for segment, (source, take) in zip(
@@ -163,15 +164,20 @@ def run_singly(
   segment_ids_BT: jax.Array | None, value_residual: bool,
   layer: Callable[[int], Any],
   see: Callable[[Any, Any, jax.Array], None] = lambda carry, slot, y_BTD: None,
+  written: bool = False,
 ) -> Any:  # fmt: skip
   """Runs all sublayers one by one; returns the last state of the scheme.
 
   Arguments are as in `run`; `layer` returns sublayer l, from 0, and
   `see` gets the carry and the slot that a sublayer reads, and its output.
+  With `written`, a carry is in memory when a sublayer reads it. Otherwise
+  compilers add up all outputs for every read, and so keep them all.
   """
   first: value_lib.First = {} if value_residual else None
 
   def sublayer(l: int, carry: Any, slot: Any) -> Any:
+    if written:
+      carry = jax.lax.optimization_barrier(carry)
     with scopes.part(kinds[l]):
       y_BTD, new, after = apply_sublayer(
         residual, kinds[l], layer(l), carry, slot, segment_ids_BT, first
@@ -179,7 +185,7 @@ def run_singly(
     if first is not None:
       first.update(new)
     see(carry, slot, y_BTD)
-    return y_BTD if after is None else (y_BTD, after)
+    return y_BTD, carry if after is None else after
 
   return base.run_through(residual, embedding_BTD, sublayer)
 
@@ -314,6 +320,14 @@ def _scan_blocks(
   return residual.put_together(sources, rest)
 
 
+def repeats(
+  kinds: Sequence[str], residual: base.Residual, scan: bool, depth_loop: str
+) -> bool:
+  """Whether `run` has any scan over sublayers or blocks."""
+  segments = _plan(kinds, residual, 0, scan, depth_loop)
+  return any(run.repeats > 1 for segment in segments for run in segment.runs)
+
+
 def _run_segment(
   segment: _Segment, residual: base.Residual,
   take: Callable[[Any], list[Sublayers]], calls: _Calls,
@@ -414,7 +428,8 @@ def _sources(
 
   The parts come from one split, whose gradient is one concatenation. With
   activation checkpointing, each source is the whole stack, split inside the
-  checkpoint, which would keep a copy of anything split outside.
+  checkpoint, which would keep a copy of anything split outside; but layers that
+  are separate are not copied.
   """
   sizes = {
     kind: [run.count(kind) for segment in segments for run in segment.runs]
@@ -436,7 +451,7 @@ def _sources(
     return parts
 
   before = itertools.accumulate((len(s.runs) for s in segments), initial=0)
-  if remat != "none":
+  if remat != "none" and not _separate(sublayers):
     return [
       (sublayers, functools.partial(cut, segment.runs, first))
       for segment, first in zip(segments, before)
@@ -448,7 +463,11 @@ def _sources(
         {kind: split[kind][i] for kind in dict.fromkeys(run.kinds)}
         for i, run in enumerate(segment.runs, first)
       ],
-      lambda parts: parts,
+      lambda parts: list(map(layer_stacks.joined, parts)),
     )
     for segment, first in zip(segments, before)
   ]
+
+
+def _separate(sublayers: Sublayers) -> bool:
+  return any(isinstance(layers, nnx.List) for layers in sublayers.values())

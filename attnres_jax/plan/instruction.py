@@ -77,7 +77,7 @@ class Instruction:
     match = re.search(r'op_name="([^"]*)"', self.attributes)
     return match[1] if match else ""
 
-  @property
+  @functools.cached_property
   def is_kernel(self) -> bool:
     """Whether it runs a Pallas kernel, whose FLOPs are not in the text."""
     return any(target in self.attributes for target in _KERNELS)

@@ -368,9 +368,15 @@ def _timeline(report: Mapping[str, Any]) -> list[str]:
     for name, value in sorted(sums.items(), key=lambda pair: -pair[1])
     if value >= 0.0005
   )
+  longer = max(report["compute_seconds"], report["memory_seconds"])
+  before = [longer, *walked["up_to"].values()]
+  added = ", ".join(
+    f"{cause} {new - old:+.3f}"
+    for cause, old, new in zip(walked["up_to"], before, before[1:])
+  )
   return [
-    f"along its schedule it takes {walked['seconds']:.3f} s, with whole tiles,"
-    " all passes and the links of the torus:",
+    f"along its schedule it takes {walked['seconds']:.3f} s: {longer:.3f}, the"
+    f" longer of compute and memory; {added}",
     f"  work {sum(walked['parts'].values()):.3f} s: "
     + seconds(walked["parts"]),
     f"  waits for links {sum(walked['waited_seconds'].values()):.3f} s: "

@@ -4,8 +4,10 @@
 `report` adds up what a step computes, moves and sends, and takes the longest.
 This walks through the compiled schedule instead:
 
-- An instruction takes the longer of its compute and its memory. What the
-  compiler copies to the core or receives meanwhile is memory of the next.
+- An instruction takes the longer of its compute and its memory. A core runs one
+  at a time, so the compute of one hides no other's memory.
+- What the compiler copies to the core or receives meanwhile uses the memory
+  when instructions do not, and its end waits for it.
 - Arrays are moved and sent in tiles: 1,168 columns take 1,280.
 - A kernel computes what its own estimate says, with all of its tiles, and
   reads an array once that it is given twice. Kernels without an estimate share
@@ -19,9 +21,12 @@ A group that differs along one axis of a torus is a ring if the axis wraps
 around, and a line if not. The end of a line receives everything over one link.
 Axes wrap around in slices of v5e and v6e if they have 16 chips, in other ones
 if the slice is made of whole cubes of 4 x 4 x 4.
+
+The schedule is walked once for each of these assumptions, added one by one, so
+that the difference from the sums has causes (`CAUSES`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import re
 from typing import Any
@@ -35,8 +40,15 @@ from attnres_jax.plan import hlo
 from attnres_jax.plan import least as least_lib
 
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
-_KERNEL = "tpu_custom_call"
 _PASSES = 6  # Of products of float32 with the highest precision.
+
+# Why a step takes longer than its sums, in the order in which they are added.
+CAUSES = IN_ORDER, TILES, PASSES, LINKS = (
+  "instructions one by one",
+  "whole tiles of memory",
+  "passes and whole tiles of products",
+  "links of the torus",
+)
 
 
 @dataclasses.dataclass
@@ -45,6 +57,8 @@ class Timeline:
 
   Attributes:
     seconds: of the step.
+    up_to: of the step with each of the `CAUSES` and those before it; the last
+      has them all.
     parts: of work, by part.
     waited_seconds: for transfers that nothing hides, by the axes of their
       group.
@@ -54,6 +68,7 @@ class Timeline:
   """
 
   seconds: float
+  up_to: dict[str, float]
   parts: dict[str, float]
   waited_seconds: dict[str, float]
   sent_seconds: dict[str, float]
@@ -112,18 +127,29 @@ class _Walk:
     needs: Mapping[str, least_lib.Least],
   ):
     self.program = hlo.Program(text, tiled=True)
+    self.plain = hlo.Program(text)
     self.mesh, self.chip = mesh, chip
     self.owners = attribution.owners(self.program)
     self.places = [tuple(device.coords) for device in mesh.devices.flat]
     self.shape = [max(axis) + 1 for axis in zip(*self.places)]
-    self.runs = self.program.runs
-    self.missing = self._missing_flops(needs)
-    self.result = Timeline(0.0, {}, {}, {}, 0.0, 0.0)
+    self.kernels = _Kernels(self.program, self._part, needs)
+    self.cause = LINKS
     self.lengths: dict[str, float] = {}
+    self.result = Timeline(0.0, {}, {}, {}, {}, 0.0, 0.0)
 
   def timeline(self) -> Timeline:
-    self.result.seconds = self._length(self.program.entry)
+    for self.cause in CAUSES:
+      self.lengths = {}
+      self.result.up_to[self.cause] = self._length(self.program.entry)
+    self.result.seconds = self.result.up_to[LINKS]
     return self.result
+
+  def _includes(self, cause: str) -> bool:
+    """Whether the current walk has this cause."""
+    return CAUSES.index(cause) <= CAUSES.index(self.cause)
+
+  def _part(self, one: hlo.Instruction) -> str:
+    return self.owners.get(one.place) or attribution.OTHER
 
   def _length(self, name: str) -> float:
     """Seconds of one execution of a computation."""
@@ -132,15 +158,18 @@ class _Walk:
     return self.lengths[name]
 
   def _walk(self, name: str) -> float:
-    count, _ = self.runs.get(name, (0.0, False))
+    count, _ = self.program.runs.get(name, (0.0, False))
     schedule = list(self.program.computations[name].values())
-    nbytes = {one.name: moved for one, moved in self.program.moved(name)}
+    program = self.program if self._includes(TILES) else self.plain
+    nbytes = {one.name: moved for one, moved in program.moved(name)}
     starts: dict[int, list[Any]] = {}
     ends: dict[int, list[Any]] = {}
-    for start, end, transfer in self.program.transfers(name):
-      starts.setdefault(start, []).append(transfer)
-      ends.setdefault(end, []).append(transfer)
-    clock, waiting_bytes = 0.0, 0.0
+    if self._includes(LINKS):
+      for start, end, transfer in self.program.transfers(name):
+        starts.setdefault(start, []).append(transfer)
+        ends.setdefault(end, []).append(transfer)
+    clock = 0.0
+    copies = _Copies()
     free: dict[str, float] = {}
     arrives: dict[int, float] = {}
     for at, one in enumerate(schedule):
@@ -149,20 +178,21 @@ class _Walk:
         begin = max(clock, free.get(axes, 0.0))
         free[axes] = arrives[id(transfer)] = begin + seconds
         _add(self.result.sent_seconds, axes, count * seconds)
-      moved = nbytes.get(one.name, 0.0)
-      flops = self._flops(one)
-      self.result.flops += count * flops
-      self.result.moved_bytes += count * moved
-      waiting_bytes += moved
-      if flops or not one.op.endswith("-start"):
-        work = max(
-          flops / self.chip.peak_flops_per_second,
-          waiting_bytes / self.chip.hbm_bytes_per_second,
-        )
-        waiting_bytes, clock = 0.0, clock + work
-        part = self.owners.get(one.place) or attribution.OTHER
-        _add(self.result.parts, part, count * work)
-      clock += self._called(one)
+      moved, flops = nbytes.get(one.name, 0.0), self._flops(one)
+      memory = moved / self.chip.hbm_bytes_per_second
+      if one.op.endswith("-start"):
+        copies.start(one.name, memory)
+        work = 0.0
+      elif one.op.endswith("-done"):
+        work = copies.end(one.operands)
+      else:
+        work = max(flops / self.chip.peak_flops_per_second, memory)
+        copies.use(work - memory)
+      clock += work + self._called(one)
+      if self.cause == LINKS:
+        self.result.flops += count * flops
+        self.result.moved_bytes += count * moved
+        _add(self.result.parts, self._part(one), count * work)
       for transfer in ends.get(at, ()):
         wait = max(0.0, arrives[id(transfer)] - clock)
         _add(self.result.waited_seconds, self._sent(transfer)[0], count * wait)
@@ -190,38 +220,90 @@ class _Walk:
     return axes, transfer.sent_bytes / rate
 
   def _flops(self, one: hlo.Instruction) -> float:
-    if _KERNEL in one.attributes:
-      estimate = _ESTIMATE.search(one.attributes)
-      part = self.owners.get(one.place) or attribution.OTHER
-      return float(estimate[1]) if estimate else self.missing.get(part, 0.0)
-    inside = self.program.inside(one)
-    return sum(map(self._product_flops, (one, *inside)))
+    if one.is_kernel:
+      return self.kernels.flops(one, self._includes(PASSES))
+    return sum(
+      self.program.product_flops(inner)
+      * (_passes(inner) if self._includes(PASSES) else 1)
+      for inner in (one, *self.program.inside(one))
+    )
 
-  def _product_flops(self, one: hlo.Instruction) -> float:
-    passes = _PASSES if "operand_precision={highest" in one.attributes else 1
-    return passes * self.program.product_flops(one)
 
-  def _missing_flops(
-    self, needs: Mapping[str, least_lib.Least]
-  ) -> dict[str, float]:
-    """FLOPs of a kernel without an estimate, by part."""
-    known: dict[str, float] = {}
+class _Copies:
+  """Copies to and from memory that the compiler starts ahead of their use.
+
+  They take turns, in seconds that instructions leave to the memory.
+  """
+
+  def __init__(self):
+    self.waiting: dict[str, float] = {}
+
+  def start(self, name: str, seconds: float) -> None:
+    self.waiting[name] = seconds
+
+  def use(self, seconds: float) -> None:
+    """Copies for as long as the memory is free."""
+    for name in tuple(self.waiting):
+      if self.waiting[name] > seconds:
+        self.waiting[name] -= max(0.0, seconds)
+        return
+      seconds -= self.waiting.pop(name)
+
+  def end(self, names: Sequence[str]) -> float:
+    """Seconds until one that has started is over, and so those before it."""
+    seconds = 0.0
+    for end in names:
+      while end in self.waiting:
+        first = next(iter(self.waiting))
+        seconds += self.waiting.pop(first)
+    return seconds
+
+
+class _Kernels:
+  """What kernels compute.
+
+  By their own estimates; those of a part that have none share what the part
+  needs besides. With `whole=False`, all kernels of a part together only compute
+  what the part needs at least, in proportion.
+  """
+
+  def __init__(
+    self,
+    program: hlo.Program,
+    part_of: Callable[[hlo.Instruction], str],
+    needs: Mapping[str, least_lib.Least],
+  ):
+    self.part_of = part_of
+    products: dict[str, float] = {}
+    estimates: dict[str, float] = {}
     silent: dict[str, float] = {}
-    for name, (count, _) in self.runs.items():
-      for one in self.program.computations[name].values():
-        part = self.owners.get(one.place) or attribution.OTHER
-        flops = self.program.product_flops(one)
-        if _KERNEL in one.attributes:
-          estimate = _ESTIMATE.search(one.attributes)
-          flops = float(estimate[1]) if estimate else 0.0
-          if not estimate:
-            _add(silent, part, count)
-        _add(known, part, count * flops)
-    return {
-      part: max(0.0, (needs[part].flops or 0.0) - known[part]) / runs
-      for part, runs in silent.items()
-      if part in needs
-    }
+    for name, (count, _) in program.runs.items():
+      for one in program.computations[name].values():
+        if not one.is_kernel:
+          _add(products, part_of(one), count * program.product_flops(one))
+        elif estimate := _ESTIMATE.search(one.attributes):
+          _add(estimates, part_of(one), count * float(estimate[1]))
+        else:
+          _add(silent, part_of(one), count)
+    self.shares: dict[str, float] = {}
+    self.scales: dict[str, float] = {}
+    for part in {**estimates, **silent}:
+      needed = needs.get(part, least_lib.Least()).flops or 0.0
+      needed = max(0.0, needed - products.get(part, 0.0))
+      estimated = estimates.get(part, 0.0)
+      missing = max(0.0, needed - estimated) if part in silent else 0.0
+      self.shares[part] = missing / silent.get(part, 1.0)
+      self.scales[part] = needed / ((estimated + missing) or 1.0)
+
+  def flops(self, kernel: hlo.Instruction, whole: bool) -> float:
+    part = self.part_of(kernel)
+    estimate = _ESTIMATE.search(kernel.attributes)
+    flops = float(estimate[1]) if estimate else self.shares.get(part, 0.0)
+    return flops if whole else flops * self.scales.get(part, 0.0)
+
+
+def _passes(one: hlo.Instruction) -> int:
+  return _PASSES if "operand_precision={highest" in one.attributes else 1
 
 
 def _add(sums: dict[str, float], name: str, value: float) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from typing import Any, Protocol
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -13,7 +14,9 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
+from attnres_jax.models import layer_stacks
 from attnres_jax.models import loss as loss_lib
+from attnres_jax.models import trunk
 from attnres_jax.models.mixers import probe
 from attnres_jax.models.residuals import base
 
@@ -102,6 +105,14 @@ class Unpipelined:
       sums = self._sums(model, embedding_BTD, microbatch)
       return sums.total, sums
 
+    shape = self.config.model
+    separate = jax.tree.map(lambda a: a, model)
+    if not trunk.repeats(
+      shape.sublayer_kinds, model.residual, shape.scan_layers, shape.depth_loop
+    ):
+      with scopes.part(scopes.ACCUMULATION):
+        separate.sublayers = layer_stacks.separated(model.sublayers)
+
     # Jitted, so that it is traced once for the shapes and the loop.
     @jax.jit
     def one(model, microbatch):
@@ -112,16 +123,19 @@ class Unpipelined:
       return (sums, widened(gradients[0])), gradients[1]
 
     def add(total, microbatch):
-      new, d_BTD = one(model, microbatch)
+      new, d_BTD = one(separate, microbatch)
       with scopes.part(scopes.ACCUMULATION):
         return probe.add(total, new), d_BTD
 
     each = self._split(examples)
     first = jax.tree.map(lambda a: a[0], each)
-    shapes, _ = jax.eval_shape(one, model, first)
+    shapes, _ = jax.eval_shape(one, separate, first)
     with scopes.part(scopes.ACCUMULATION):
       zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (sums, gradient), d_MBTD = jax.lax.scan(add, zeros, each)
+    with scopes.part(scopes.ACCUMULATION):
+      joined = layer_stacks.joined(gradient.sublayers)
+    gradient.sublayers = nnx.Dict(joined)
     # The table's gradient is made once, since it has a row for every token of
     # the vocabulary.
     _, pull = jax.vjp(lambda model: model.embedding.encode(each.inputs), model)

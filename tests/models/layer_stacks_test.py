@@ -3,9 +3,12 @@
 
 import itertools
 
+from flax import nnx
+import jax.numpy as jnp
 import pytest
 
 from attnres_jax.models import layer_stacks
+from tests import compare
 from tests import tiny_network
 
 
@@ -55,3 +58,18 @@ def test_the_48b_pattern_compiles_few_sublayers():
   blocks = [layer_stacks.find_runs(kinds[i : i + 6]) for i in range(0, 54, 6)]
   bodies = sum(len(run.kinds) for runs in blocks for run in runs)
   assert bodies < 54
+
+
+def test_separate_layers_are_split_like_their_stack():
+  arrays = jnp.arange(12.0).reshape(6, 2), jnp.arange(6.0)
+  stack = nnx.Dict(w=nnx.Param(arrays[0]), b=nnx.Param(arrays[1]))
+  layers = layer_stacks.separated({"a": stack})["a"]
+  assert layer_stacks.first(layers)["w"].shape == (1, 2)
+  sizes = [1, 3, 0, 2]
+  parts = layer_stacks.split(layers, sizes)
+  assert list(map(len, parts)) == sizes
+  expected = layer_stacks.split(stack, sizes)
+  for i in (0, 1, 3):
+    part = layer_stacks.joined({"a": parts[i]})["a"]
+    compare.trees(part, expected[i], 0)
+  compare.trees(layer_stacks.joined({"a": layers})["a"], stack, 0)

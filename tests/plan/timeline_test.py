@@ -60,11 +60,9 @@ def _mesh(rows=4, columns=4):
 
 def test_a_step_is_what_its_schedule_says():
   walked = timeline.of_program(TEXT, _mesh(), CHIP, {})
-  # The kernel reads one row and writes one, while the transfer reads one.
-  kernel = max(7000 / 1000, 3 * TILE / 1000)
-  product = (
-    2 * TILE / 1000
-  )  # Reads two rows, which takes longer than to compute.
+  # It leaves enough of the memory's time for the row that is sent meanwhile.
+  kernel = 7000 / 1000
+  product = 2 * TILE / 1000  # To read two rows takes longer than to compute.
   copy = 2 * TILE / 1000
   moved = 2 * TILE / 1000  # By the second transfer, in memory.
   sent = TILE / 10
@@ -74,6 +72,41 @@ def test_a_step_is_what_its_schedule_says():
   np.testing.assert_allclose(walked.waited_seconds["expert"], 3 * waits)
   np.testing.assert_allclose(walked.sent_seconds["expert"], 6 * sent)
   np.testing.assert_allclose(walked.flops, 3 * (7000 + 6 * 2 * 4 * 4 * 6))
+
+
+def test_every_cause_of_a_longer_step():
+  # The kernel needs half of what it computes with its tiles.
+  needs = {"kda": least.Least(flops=3 * 3500.0)}
+  walked = timeline.of_program(TEXT, _mesh(), CHIP, needs)
+  row, tile = 4 * 6 * 2 / 1000, TILE / 1000  # Seconds to read or write.
+  product = 2 * 4 * 4 * 6 / 1000
+  # The kernel, the product, a transfer and a copy; all but the product's are
+  # bound by memory, and the first transfer's row is read beside the kernel.
+  in_order = 3.5 + product + 2 * row + 2 * row
+  # Now the memory has no time for that row until something waits for it.
+  tiles = 2 * tile + 2 * tile + tile + 2 * tile + 2 * tile
+  passes = 7.0 + 2 * tile + 2 * tile + 2 * tile
+  steps = in_order, tiles, passes, walked.seconds / 3
+  assert product > 2 * row and 3.5 < 2 * tile and 7.0 > 3 * tile
+  np.testing.assert_allclose(
+    [walked.up_to[cause] for cause in timeline.CAUSES], 3 * np.array(steps)
+  )
+  waits = sum(walked.waited_seconds.values())
+  np.testing.assert_allclose(walked.seconds, 3 * passes + waits)
+  np.testing.assert_allclose(sum(walked.parts.values()), 3 * passes)
+
+
+def test_copies_use_what_instructions_leave_of_the_memory():
+  copies = timeline._Copies()
+  copies.start("a", 3.0)
+  copies.start("b", 2.0)
+  copies.use(1.0)
+  copies.use(-1.0)
+  assert copies.end(["b"]) == 4.0  # One second of a was over.
+  assert copies.end(["a"]) == 0.0
+  copies.start("c", 2.0)
+  copies.use(5.0)
+  assert copies.end(["c"]) == 0.0
 
 
 def test_a_kernel_without_an_estimate_does_what_its_part_needs():

@@ -261,6 +261,31 @@ def test_microbatches_and_devices_are_one_large_batch(parts, devices):
   compare.trees(found, whole, 2e-5)
 
 
+@tiers.parametrize("remat", ["none", "full"], first=["full"])
+def test_the_gradient_of_each_layer_is_added_separately(remat):
+  """All of them are never stacked, while one microbatch follows another."""
+  config = _whole(accumulate_steps=2)
+  model = dataclasses.replace(config.model, remat=remat)
+  config = dataclasses.replace(config, model=model)
+  program = _program(config)
+  step = program.train_step.trace(program.abstract_state, program.batch_shapes)
+  loops = [
+    equation.outvars[: equation.params["num_carry"]]
+    for equation in jaxprs.equations(step.jaxpr)
+    if equation.primitive.name == "scan" and equation.params["length"] == 2
+  ]
+  carry = [v.aval.shape for v in max(loops, key=len)]
+  matrices = [shape for shape in carry if len(shape) > 2]
+  layers = len(model.sublayer_kinds) // 2
+  assert len(matrices) > 3 * layers > 3
+  assert {shape[0] for shape in matrices} == {1}
+  batches = [_batch(i, documents=True) for i in range(2)]
+  found, rows = _run(config, batches)
+  whole, whole_rows = _run(WHOLE, batches)
+  compare.trees(rows, whole_rows, 1e-5)
+  compare.trees(found, whole, 2e-5)
+
+
 def test_the_network_is_traced_once(monkeypatch):
   """Microbatches, whose sums need shapes beforehand, do not trace it twice."""
   from attnres_jax.models import transformer
