@@ -299,7 +299,7 @@ class _Kernels:
     part = self.part_of(kernel)
     estimate = _ESTIMATE.search(kernel.attributes)
     flops = float(estimate[1]) if estimate else self.shares.get(part, 0.0)
-    return flops if whole else flops * self.scales.get(part, 0.0)
+    return flops * (1.0 if whole else self.scales.get(part, 0.0))
 
 
 def _passes(one: hlo.Instruction) -> int:

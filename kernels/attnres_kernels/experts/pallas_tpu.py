@@ -57,7 +57,7 @@ def num_slices(hidden: int, width: int, dtype: Any) -> int | None:
 def forward(
   x_JD: jax.Array, weight_J: jax.Array, sizes_E: jax.Array,
   gate_and_up_EGFD: jax.Array, down_EFD: jax.Array, *, units: Units,
-  interpret: Any = False,
+  filled: float = 1.0, interpret: Any = False,
 ) -> jax.Array:  # fmt: skip
   """The outputs of the experts, [J, D] in the dtype of x.
 
@@ -68,9 +68,10 @@ def forward(
     gate_and_up_EGFD: in the dtype of x, like the next.
     down_EFD: see above.
     units: hidden units from gate and up.
+    filled: which part of the rows groups have, for the estimate of the cost.
     interpret: of `pallas_call`.
   """
-  call = _Call(x_JD, sizes_E, down_EFD, visit_empty=False)
+  call = _Call(x_JD, sizes_E, down_EFD, filled, visit_empty=False)
   y_SJD = call(
     functools.partial(_forward_kernel, units=units),
     [call.rows, call.weights, call.gate_and_up, call.down],
@@ -87,7 +88,8 @@ def forward(
 def backward(
   x_JD: jax.Array, weight_J: jax.Array, sizes_E: jax.Array,
   gate_and_up_EGFD: jax.Array, down_EFD: jax.Array, dy_JD: jax.Array,
-  *existing: jax.Array, units: Units, interpret: Any = False,
+  *existing: jax.Array, units: Units, filled: float = 1.0,
+  interpret: Any = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
   """Gradients of x, of the weights, and of both matrices in float32.
 
@@ -99,10 +101,11 @@ def backward(
     down_EFD: see above.
     dy_JD: gradients of the outputs.
     *existing: gradients of both matrices, to which these are added in place.
-    units: as in `forward`.
-    interpret: of `pallas_call`.
+    units: as in `forward`, like the next two.
+    filled: see above.
+    interpret: see above.
   """
-  call = _Call(x_JD, sizes_E, down_EFD, visit_empty=True)
+  call = _Call(x_JD, sizes_E, down_EFD, filled, visit_empty=True)
   in_place = [pl.BlockSpec(memory_space=pl.ANY)] * len(existing)
   tiles = call.shape[0] // _ROWS
   wide = lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float32)
@@ -134,7 +137,7 @@ def backward(
 
 def sum_rows(
   rows_JD: jax.Array, token_J: jax.Array, tokens: int, *,
-  interpret: Any = False,
+  filled: float = 1.0, interpret: Any = False,
 ) -> jax.Array:  # fmt: skip
   """[A, D]: sums over the rows of each token, in float32 and rounded once.
 
@@ -142,7 +145,8 @@ def sum_rows(
     rows_JD: sorted by token.
     token_J: of the rows, ascending; A for rows that do not count.
     tokens: A.
-    interpret: of `pallas_call`.
+    filled: as in `forward`, like the next.
+    interpret: see above.
   """
   width, dtype = rows_JD.shape[1], rows_JD.dtype
   missing = -len(rows_JD) % _SUMMED_ROWS
@@ -177,7 +181,10 @@ def sum_rows(
       vmem_limit_bytes=dispatch.tpu_vmem_limit(block),
     ),
     cost_estimate=pl.CostEstimate(
-      flops=2 * (len(rows_JD) + groups * _SUMMED_ROWS) * _SUMMED_TOKENS * width,
+      flops=2
+      * _visited(rows_JD, filled, groups, _SUMMED_ROWS)
+      * _SUMMED_TOKENS
+      * width,
       bytes_accessed=(len(rows_JD) + tokens) * width * dtype.itemsize,
       transcendentals=0,
     ),
@@ -190,15 +197,16 @@ class _Call:
   """Block specs and sizes of a kernel that visits pairs of expert and tile."""
 
   def __init__(
-    self, x_JD: jax.Array, sizes_E: jax.Array, down_EFD: jax.Array, *,
-    visit_empty: bool,
+    self, x_JD: jax.Array, sizes_E: jax.Array, down_EFD: jax.Array,
+    filled: float, *, visit_empty: bool,
   ):  # fmt: skip
     experts, hidden, width = down_EFD.shape
     slices = num_slices(hidden, width, x_JD.dtype)
     assert slices is not None  # The caller has asked.
     self.slices, self.hidden = slices, hidden // slices
     self.shape = x_JD.shape[0] + -x_JD.shape[0] % _ROWS, width
-    self.dtype, self.experts = x_JD.dtype, experts
+    self.dtype = x_JD.dtype
+    self.visited = _visited(x_JD, filled, experts, _ROWS)
     self.items = _items(sizes_E, self.shape[0], _ROWS, visit_empty)
     # Of a grid step (s, i), and the experts and tiles of all i.
     row = lambda s, i, stops, experts, tiles: (tiles[i], 0)
@@ -240,9 +248,7 @@ class _Call:
       )
       if spec.block_shape is not None
     )
-    # As it is computed: whole tiles, also where two experts share one.
     matrix = self.slices * lanes(self.hidden) * lanes(self.shape[1])
-    rows = self.shape[0] + (self.experts - 1) * _ROWS
     nbytes = sum(a.size * a.dtype.itemsize for a in (*operands, *out_shape))
     return pl.pallas_call(
       kernel,
@@ -258,7 +264,7 @@ class _Call:
         vmem_limit_bytes=dispatch.tpu_vmem_limit(blocks),
       ),
       cost_estimate=pl.CostEstimate(
-        flops=2 * flops * rows * matrix,
+        flops=2 * flops * self.visited * matrix,
         bytes_accessed=nbytes,
         transcendentals=self.shape[0] * self.slices * self.hidden,
       ),
@@ -277,6 +283,11 @@ def _items(
       group_sizes=sizes, m=rows, tm=tile, start_group=jnp.int32(0),
       num_nonzero_groups=len(sizes), visit_empty_groups=visit_empty,
     )  # fmt: skip
+
+
+def _visited(x: jax.Array, filled: float, groups: int, tile: int) -> int:
+  """Rows of all steps; a tile with the end of a group is visited once more."""
+  return int(filled * len(x)) + (groups - 1) * tile
 
 
 def _sum_slices(y_SJD: jax.Array, rows: int) -> jax.Array:
