@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by all figures: the style of a scheme, the grid, the legend.
 
-Styles belong to the schemes (`models.residuals.base.Style`); this module knows
+Styles belong to the schemes (`models.residuals.styles`); this module knows
 no scheme by name. It imports matplotlib only when something is drawn.
 """
 

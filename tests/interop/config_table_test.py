@@ -11,6 +11,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax.interop import attnres_keys
 from attnres_jax.interop import config_table
 from attnres_jax.interop import families
 from tests import tiny_network
@@ -117,10 +118,10 @@ def test_a_field_that_no_table_knows_is_refused(monkeypatch):
   plain, networks = config_lib.ModelConfig(), {}
   for field, config in _changed(base):
     networks.setdefault(field, [base]).append(config)
-  fields, refused = families.FIELDS, set()
+  fields, refused = attnres_keys.FIELDS, set()
   for field in fields:
     others = tuple(name for name in fields if name != field)
-    monkeypatch.setattr(families, "FIELDS", others)
+    monkeypatch.setattr(attnres_keys, "FIELDS", others)
     for config in networks.get(field, [base]):
       normal = config_table.network(config)
       if config_table.get(normal, field) != config_table.get(plain, field):

@@ -39,8 +39,8 @@ from attnres_jax.models.residuals import scaled
 from attnres_jax.models.residuals import siamesenorm
 from attnres_jax.models.residuals.base import QKV
 from attnres_jax.models.residuals.base import Residual
-from attnres_jax.models.residuals.base import Style
 from attnres_jax.models.residuals.base import run_through
+from attnres_jax.models.residuals.styles import Style
 
 __all__ = [
   "QKV",

@@ -30,7 +30,6 @@ stream) go through `coefficient`, so that analysis can hold them fixed.
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
-import enum
 import functools
 import operator
 from typing import Any, NamedTuple, Self, TypeVar
@@ -44,6 +43,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.common import scopes
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.residuals import styles
 
 # Any function or module; `norm_lib.RMSNorm` is fused where a scheme can.
 Norm = Callable[[jax.Array], jax.Array]
@@ -62,33 +62,6 @@ class Trace(NamedTuple):
 
   values: tuple[jax.Array, ...]
   reads: tuple[jax.Array, ...]
-
-
-class Style(NamedTuple):
-  """The style of a scheme in tables and figures.
-
-  Colours are distinguishable for colour-blind readers, and readable on white
-  and on black. Where they are similar, markers or line styles differ.
-
-  Attributes:
-    label: its name in words; empty for the name in the registry.
-    colour: matplotlib colour of lines and points.
-    marker: matplotlib marker of points.
-    line: matplotlib line style.
-  """
-
-  label: str = ""
-  colour: str = "#8c564b"
-  marker: str = "x"
-  line: Any = "-"
-
-
-class Certainty(enum.Enum):
-  """What the equations of a scheme were read in; its docstring says more."""
-
-  PAPER = "paper"
-  CODE = "released code"
-  OURS = "none"
 
 
 class QKV(NamedTuple):
@@ -138,8 +111,8 @@ class Residual(nnx.Module):
       defaults, and nobody may set sizes of blocks by hand.
   """
 
-  style = Style()
-  certainty = Certainty.OURS
+  style = styles.Style()
+  certainty = styles.Certainty.OURS
   headline = False
   segment_size: int | None = None
   scannable: bool = True

@@ -20,6 +20,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_read
+from attnres_jax.models.residuals import styles
 
 
 class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
@@ -31,8 +32,8 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
   carry is the state.
   """
 
-  style = base.Style("Block AttnRes", "#2f86d6", "s")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("Block AttnRes", "#2f86d6", "s")
+  certainty = styles.Certainty.PAPER
   headline = True
   can_sum = True
   takes = ("block_size", "num_blocks")

@@ -12,6 +12,7 @@ from attnres_jax.common import precision
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
+from attnres_jax.models.residuals import styles
 
 _KEY_EPS = 1e-5  # Added, squared, to the squared length of a key.
 
@@ -35,8 +36,8 @@ class DDL(prenorm.Stream):
     beta_bias: b_beta, [L].
   """
 
-  style = base.Style("DDL", "#d07a2d", "o")
-  certainty = base.Certainty.CODE
+  style = styles.Style("DDL", "#d07a2d", "o")
+  certainty = styles.Certainty.CODE
   pre_norm = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

@@ -27,6 +27,7 @@ from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 from attnres_jax.models.residuals import full_attnres
+from attnres_jax.models.residuals import styles
 
 # Where the parameter of a sigmoid gate starts (arXiv:2605.18855, its code).
 _CLOSED = -2.0
@@ -117,8 +118,8 @@ class DeltaAttnRes(Stream, full_attnres.FullAttnRes):
   M_{i->l} = 1 + a_{i->l}.
   """
 
-  style = base.Style("Delta AttnRes", "#8a4fc4", "^", (0, (4, 2.5)))
-  certainty = base.Certainty.CODE
+  style = styles.Style("Delta AttnRes", "#8a4fc4", "^", (0, (4, 2.5)))
+  certainty = styles.Certainty.CODE
   headline = False
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
@@ -168,8 +169,8 @@ class DeltaBlock(Stream):
   released code of both papers subtracts only the newest block.)
   """
 
-  style = base.Style("Delta Block AttnRes", "#8a4fc4", "s", (0, (4, 2.5)))
-  certainty = base.Certainty.CODE
+  style = styles.Style("Delta Block AttnRes", "#8a4fc4", "s", (0, (4, 2.5)))
+  certainty = styles.Certainty.CODE
   takes = (*Stream.takes, "block_size", "num_blocks")
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
   stream = True
@@ -279,8 +280,8 @@ class DeltaHeads(DeltaBlock):
   3 D + 1 parameters per sublayer, of which the first has no use.
   """
 
-  style = base.Style("Delta MHAR", "#8a4fc4", "D")
-  certainty = base.Certainty.CODE
+  style = styles.Style("Delta MHAR", "#8a4fc4", "D")
+  certainty = styles.Certainty.CODE
   own_gate = "zero"
 
   def read_options(

@@ -19,6 +19,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
+from attnres_jax.models.residuals import styles
 
 
 class _Dense(base.Values):
@@ -55,8 +56,8 @@ class DenseNet(_Dense):
   the network starts as PreNorm.
   """
 
-  style = base.Style("DenseNet", "#4b0082", "P")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("DenseNet", "#4b0082", "P")
+  certainty = styles.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -82,8 +83,8 @@ class DenseFormer(_Dense):
   at one (our choice), so that the network starts as PreNorm.
   """
 
-  style = base.Style("DenseFormer", "#6a5acd", "d")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("DenseFormer", "#6a5acd", "d")
+  certainty = styles.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -106,8 +107,8 @@ class Dwa(over_blocks.OverBlocks):
     weight: a, its rows t = 1, 2, ... one after the other.
   """
 
-  style = base.Style("DWA", "#6a5acd", "<", (0, (4, 2.5)))
-  certainty = base.Certainty.CODE
+  style = styles.Style("DWA", "#6a5acd", "<", (0, (4, 2.5)))
+  certainty = styles.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

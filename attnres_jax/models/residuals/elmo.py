@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import styles
 
 
 class StreamAndMean(NamedTuple):
@@ -36,8 +37,8 @@ class Elmo(base.Residual):
     logits: s, [L + 1].
   """
 
-  style = base.Style("ELMo readout", "#7a8f99", "D")
-  certainty = base.Certainty.CODE
+  style = styles.Style("ELMo readout", "#7a8f99", "D")
+  certainty = styles.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

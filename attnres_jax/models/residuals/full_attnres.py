@@ -19,6 +19,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
+from attnres_jax.models.residuals import styles
 
 
 class FullAttnRes(base.Values, depth_read.DepthAttention):
@@ -28,8 +29,8 @@ class FullAttnRes(base.Values, depth_read.DepthAttention):
   read, all of them.
   """
 
-  style = base.Style("Full AttnRes", "#d1478f", "^")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("Full AttnRes", "#d1478f", "^")
+  certainty = styles.Certainty.PAPER
   headline = True
   can_sum = True
   takes = ("schedule_size",)

@@ -12,6 +12,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import styles
 
 
 class State(NamedTuple):
@@ -66,8 +67,8 @@ class GatedResidual(base.Residual):
     weigh: W_w, [L, M, D, M].
   """
 
-  style = base.Style("Gated Residual", "#1f9bcf", "P")
-  certainty = base.Certainty.CODE
+  style = styles.Style("Gated Residual", "#1f9bcf", "P")
+  certainty = styles.Certainty.CODE
   takes = ("rank", "streams")
   pre_norm = False
   final_norm = False

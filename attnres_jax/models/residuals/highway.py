@@ -12,6 +12,7 @@ from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
+from attnres_jax.models.residuals import styles
 
 _START = -2.0  # Of the bias: an output starts with a weight of 0.12.
 
@@ -32,8 +33,8 @@ class Highway(prenorm.Stream):
     bias: c, [L, D].
   """
 
-  style = base.Style("Highway", "#2aa198", "o")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("Highway", "#2aa198", "o")
+  certainty = styles.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -12,6 +12,7 @@ from attnres_jax.common import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams as streams_lib
+from attnres_jax.models.residuals import styles
 
 _SCALE = 0.01  # Of the dynamic part, at initialisation.
 
@@ -31,8 +32,8 @@ class StaticHyperConnections(streams_lib.Streams):
   State: M streams. Parameters per sublayer: M (M + 2).
   """
 
-  style = base.Style("Hyper-Connections, static", "#0f766e", "h", ":")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("Hyper-Connections, static", "#0f766e", "h", ":")
+  certainty = styles.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -66,8 +67,8 @@ class HyperConnections(StaticHyperConnections):
   Parameters per sublayer: M (M + 2) + D (M + 2) + D + 2.
   """
 
-  style = base.Style("Hyper-Connections", "#0f766e", "h")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("Hyper-Connections", "#0f766e", "h")
+  certainty = styles.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -11,6 +11,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
+from attnres_jax.models.residuals import styles
 
 
 class LaurelLR(prenorm.Stream):
@@ -33,9 +34,9 @@ class LaurelLR(prenorm.Stream):
     up: B, [L, R, D].
   """
 
-  style = base.Style("LAuReL-LR", "#5f9e3f", "s")
+  style = styles.Style("LAuReL-LR", "#5f9e3f", "s")
   takes = ("rank",)
-  certainty = base.Certainty.CODE
+  certainty = styles.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -30,6 +30,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams as streams_lib
+from attnres_jax.models.residuals import styles
 
 _SCALE = 0.01  # Of what depends on the streams, at initialisation.
 _CLOSED = -8.0  # Bias of what softmax or Sinkhorn almost removes.
@@ -52,8 +53,8 @@ class MHC(streams_lib.Streams):
     eps: added to the mean square of the streams.
   """
 
-  style = base.Style("mHC", "#7c3aed", "D")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("mHC", "#7c3aed", "D")
+  certainty = styles.Certainty.PAPER
   mean = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -113,8 +114,8 @@ class MHCLite(MHC):
   State: M streams. Parameters per sublayer: (M D + 1) (M! + 2 M) + M D + 3.
   """
 
-  style = base.Style("mHC-lite", "#7c3aed", "d", (0, (4, 2.5)))
-  certainty = base.Certainty.CODE
+  style = styles.Style("mHC-lite", "#7c3aed", "d", (0, (4, 2.5)))
+  certainty = styles.Certainty.CODE
   mean = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

@@ -25,6 +25,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
+from attnres_jax.models.residuals import styles
 
 _TOKEN_TAPS = 3
 
@@ -89,8 +90,8 @@ class Mrla(over_blocks.OverBlocks):
     projections: of each transformer block.
   """
 
-  style = base.Style("MRLA", "#8a3324", "p")
-  certainty = base.Certainty.CODE
+  style = styles.Style("MRLA", "#8a3324", "p")
+  certainty = styles.Certainty.CODE
   period = 4
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -130,8 +131,8 @@ class MrlaLight(base.Residual):
       weight decay: zero would forget all earlier layers.
   """
 
-  style = base.Style("MRLA-light", "#8a3324", "h", (0, (4, 2.5)))
-  certainty = base.Certainty.CODE
+  style = styles.Style("MRLA-light", "#8a3324", "h", (0, (4, 2.5)))
+  certainty = styles.Certainty.CODE
   segment_size = 2
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -201,8 +202,8 @@ class MrlaLinear(base.Values):
     projections: of each sublayer.
   """
 
-  style = base.Style("MRLA-linear", "#8a3324", "H", (0, (1, 1.5)))
-  certainty = base.Certainty.PAPER
+  style = styles.Style("MRLA-linear", "#8a3324", "H", (0, (1, 1.5)))
+  certainty = styles.Certainty.PAPER
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -18,6 +18,7 @@ from attnres_jax.common import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
+from attnres_jax.models.residuals import styles
 
 _WAYS = 4  # Queries, keys, values and the stream.
 
@@ -63,8 +64,8 @@ class Mudd(over_blocks.OverBlocks):
     value_gain: of Norm_v.
   """
 
-  style = base.Style("MUDD", "#00876c", "*")
-  certainty = base.Certainty.CODE
+  style = styles.Style("MUDD", "#00876c", "*")
+  certainty = styles.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

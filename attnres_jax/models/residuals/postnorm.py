@@ -16,6 +16,7 @@ from attnres_jax.common import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
+from attnres_jax.models.residuals import styles
 
 
 class PostNorm(prenorm.Stream):
@@ -31,8 +32,8 @@ class PostNorm(prenorm.Stream):
     gain: of the norms, [L, D].
   """
 
-  style = base.Style("PostNorm", "#dc5a4b", "o")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("PostNorm", "#dc5a4b", "o")
+  certainty = styles.Certainty.PAPER
   pre_norm = False
   final_norm = False
 
@@ -62,8 +63,8 @@ class DeepNorm(PostNorm):
     beta: factor of the weights.
   """
 
-  style = base.Style("DeepNorm", "#dc5a4b", "s")
-  certainty = base.Certainty.CODE
+  style = styles.Style("DeepNorm", "#dc5a4b", "s")
+  certainty = styles.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -91,8 +92,8 @@ class Keel(PostNorm):
   sublayer is no exception, weights start as usual.
   """
 
-  style = base.Style("KEEL", "#dc5a4b", "^")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("KEEL", "#dc5a4b", "^")
+  certainty = styles.Certainty.PAPER
   pre_norm = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -114,8 +115,8 @@ class HybridNorm(prenorm.Stream):
     gain: of the norms, [L / 2, D].
   """
 
-  style = base.Style("HybridNorm", "#dc5a4b", "D")
-  certainty = base.Certainty.CODE
+  style = styles.Style("HybridNorm", "#dc5a4b", "D")
+  certainty = styles.Certainty.CODE
   pre_norm = False
   qkv_norm = True
 

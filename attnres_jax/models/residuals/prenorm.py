@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import styles
 
 
 class Stream(base.Residual):
@@ -38,8 +39,8 @@ class Stream(base.Residual):
 class PreNorm(Stream):
   """h_{l+1} = h_l + f_l(h_l): the standard residual stream."""
 
-  style = base.Style("PreNorm", "#8b929c", "o")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("PreNorm", "#8b929c", "o")
+  certainty = styles.Certainty.PAPER
   headline = True
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
@@ -52,8 +53,8 @@ class Rescaled(Stream):
   Equals Full AttnRes with queries frozen at zero.
   """
 
-  style = base.Style("Rescaled", "#b5651d", "v", (0, (4, 2.5)))
-  certainty = base.Certainty.PAPER
+  style = styles.Style("Rescaled", "#b5651d", "v", (0, (4, 2.5)))
+  certainty = styles.Certainty.PAPER
   headline = True
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
+from attnres_jax.models.residuals import styles
 
 
 class ReZero(prenorm.Stream):
@@ -28,8 +29,8 @@ class ReZero(prenorm.Stream):
     factor: a, [L].
   """
 
-  style = base.Style("ReZero", "#b58900", "o")
-  certainty = base.Certainty.PAPER
+  style = styles.Style("ReZero", "#b58900", "o")
+  certainty = styles.Certainty.PAPER
   pre_norm = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -57,8 +58,8 @@ class LayerScale(ReZero):
     factor: lambda, [L, D].
   """
 
-  style = base.Style("LayerScale", "#b58900", "^")
-  certainty = base.Certainty.CODE
+  style = styles.Style("LayerScale", "#b58900", "^")
+  certainty = styles.Certainty.CODE
   pre_norm = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import styles
 
 
 class Streams(NamedTuple):
@@ -40,8 +41,8 @@ class SiameseNorm(base.Residual):
     pre_gain: of PreNorm, [L + 1, D].
   """
 
-  style = base.Style("SiameseNorm", "#8e6bd1", "o")
-  certainty = base.Certainty.CODE
+  style = styles.Style("SiameseNorm", "#8e6bd1", "o")
+  certainty = styles.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

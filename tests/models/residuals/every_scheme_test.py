@@ -28,6 +28,7 @@ from attnres_jax.models import residuals
 from attnres_jax.models import trunk
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams
+from attnres_jax.models.residuals import styles
 from tests import jaxprs
 from tests import tiers
 from tests import tiny_network
@@ -272,6 +273,6 @@ def test_names_and_families():
   text = str(caught.value)
   assert "prenorm: prenorm, rescaled;" in text and "\n" not in text
   certainties = {scheme.certainty for scheme in residuals.RESIDUALS.values()}
-  assert certainties == {base.Certainty.PAPER, base.Certainty.CODE}
+  assert certainties == {styles.Certainty.PAPER, styles.Certainty.CODE}
   page = (pathlib.Path(__file__).parents[3] / "README.md").read_text()
   assert f"[{len(residuals.RESIDUALS)} residual schemes](" in page
