@@ -63,11 +63,12 @@ TARGETS = {
 _NAMES = "h100-1, h100-8 or h200-8x8 (hosts x GPUs)"
 
 
-def parse(name: str) -> tuple[str, int, int] | None:
+def parse(name: str, field: str = "topology") -> tuple[str, int, int] | None:
   """(kind, hosts, GPUs per host); None for what names no GPU.
 
   Args:
     name: "h100-8", "h200-8x8" for eight hosts, or "h100:1x8".
+    field: where the name comes from, for the error.
 
   Raises:
     ConfigError: a GPU in a number that hosts do not have.
@@ -79,7 +80,7 @@ def parse(name: str) -> tuple[str, int, int] | None:
   hosts, each = (int(match[1] or 1), int(match[2])) if match else (1, 0)
   if each not in (1, 2, 4, PER_HOST) or (hosts > 1 and each < PER_HOST):
     config_lib.fail_argument(
-      "topology",
+      field,
       name,
       f"1, 2, 4 or 8 GPUs, or hosts of {PER_HOST}: {_NAMES}",
     )

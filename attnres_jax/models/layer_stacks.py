@@ -80,7 +80,8 @@ def unsliced(tree: Any) -> Any:
   """Copies slices of a stack into separate arrays.
 
   Otherwise compilers make slices a part of the products that read them. On
-  TPUs, such products take longer, by more than it costs to copy the slice.
+  TPUs, such products take longer, by more than it costs to copy the slice. On
+  GPUs, a slice and its cast are one instruction, without a copy in float32.
   """
   return jax.lax.optimization_barrier(tree)
 

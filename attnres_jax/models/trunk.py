@@ -39,6 +39,7 @@ from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models import value_residual as value_lib
 from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.residuals import base
+from attnres_kernels import dispatch
 
 Trace = base.Trace
 Sublayers = Mapping[str, sublayer_lib.Sublayer]
@@ -347,7 +348,7 @@ def _run_segment(
       with scopes.part(scopes.RESIDUAL):
         slots = layer_stacks.unstack(slots, len(run.kinds))
       sublayers = layer_stacks.in_order(part, run.kinds)
-      if run.repeats == 1:
+      if run.repeats == 1 and not dispatch.is_for_gpu():
         # Autodiff of a scan would stack the copies again, and keep them.
         sublayers = layer_stacks.unsliced(sublayers)
       for kind, sublayer, slot in zip(run.kinds, sublayers, slots):

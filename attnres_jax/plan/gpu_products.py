@@ -19,6 +19,16 @@ def is_library(instruction: instruction_lib.Instruction) -> bool:
   return any(mark in instruction.attributes for mark in (_BLAS, _ATTENTION))
 
 
+def is_attention(instruction: instruction_lib.Instruction) -> bool:
+  """Whether it calls cuDNN's attention."""
+  return _ATTENTION in instruction.attributes
+
+
+def is_backward(attention: instruction_lib.Instruction) -> bool:
+  """Whether it computes gradients of attention."""
+  return f'{_ATTENTION}Backward"' in attention.attributes
+
+
 def product_flops(
   instruction: instruction_lib.Instruction,
   known: Mapping[str, instruction_lib.Instruction],
@@ -38,9 +48,8 @@ def product_flops(
   if first is None or second is None:
     return 0.0
   left, right = first.arrays[0].dims, second.arrays[0].dims
-  if _ATTENTION in instruction.attributes:  # [B, T, N, H] and [B, S, K, H]
-    backward = f'{_ATTENTION}Backward"' in instruction.attributes
-    count = _BACKWARD if backward else _FORWARD
+  if is_attention(instruction):  # [B, T, N, H] and [B, S, K, H]
+    count = _BACKWARD if is_backward(instruction) else _FORWARD
     causal = 0.5 if '"mask_type": "CAUSAL"' in instruction.attributes else 1.0
     return 2.0 * count * causal * math.prod(left) * right[1]
   contracted = re.search(

@@ -27,7 +27,8 @@ from attnres_jax.common import environment
 
 _NAME = "experiments.first_hour.gpu_static"
 _ROOT = pathlib.Path(__file__).absolute().parents[2]
-# (operator, queries, sources, width), at 8192 tokens.
+# (operator, queries, sources, width), at 8192 tokens. Sources of a merge are
+# partial sums.
 SHAPES = (
   ("depth_attention", 1, 9, 2304),
   ("depth_attention", 3, 8, 1024),
@@ -36,6 +37,8 @@ SHAPES = (
   ("depth_attention", 8, 9, 2304),
   ("depth_merge_norm", 1, 1, 1024),
   ("depth_merge_norm", 1, 1, 2304),
+  ("depth_merge_norm", 1, 7, 1024),
+  ("depth_merge_norm", 1, 7, 2304),
 )
 PASSES = "forward", "backward"
 TOKENS = 8192
@@ -66,10 +69,11 @@ def measure(operator, direction, queries, sources, width):
   ((launches, moved, version),) = re.findall(
     r"^RESULT (\d+) (\d+) (\S+)$", text, re.MULTILINE
   )
-  backward = direction == "backward"
-  arrays = (1 + backward) * sources + queries
+  arrays = sources + queries
   if operator == "depth_merge_norm":
-    arrays = 5 if backward else 3
+    arrays += 1  # the mixture
+  if direction == "backward":
+    arrays += sources + (operator == "depth_merge_norm")
   return dict(zip(FIELDS, (
     operator, direction, queries, sources, TOKENS, width, launches,
     f"{int(moved) / 1e9:.3f}", f"{2 * arrays * TOKENS * width / 1e9:.3f}",
@@ -101,7 +105,8 @@ def compile_pass(operator, direction, queries, sources, width):
     cotangents = numbers, (wide,) * queries, numbers
     options = dict(eps=1e-6)
   else:
-    arguments = wide, struct(TOKENS, dtype="float32"), row, wide, row
+    partials = (wide,) * sources
+    arguments = wide, struct(TOKENS, dtype="float32"), row, partials, row
     cotangents = (wide,)
     options = dict(eps=1e-6, norm_eps=1e-6)
   name = operator.removesuffix("_norm")

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of the first hour, most telling first.
+"""The tasks of the first hour, most telling first; each makes rows.
 
-Each task makes rows of one number each. Before a task begins, its row says so;
-if the process dies or hangs, the next process turns that row into the reason
-and runs the later tasks.
+Before a task begins, its row says so. If the process dies or hangs, the next
+process turns that row into the reason and runs the later tasks.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +12,9 @@ import functools
 import json
 import pathlib
 import statistics
+import sys
 import tempfile
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +38,8 @@ from experiments.first_hour import peers
 from experiments.first_hour import timing
 
 OK, FAILED, NOT_HERE, BEGUN = "ok", "failed", "not here", "begun"
+# Begun when less time was left than a task may take.
+CUT = "begun near the end"
 FIELDS = (
   "task", "name", "case", "arm", "status", "measured", "unit", "low", "high",
   "limit", "reason",
@@ -60,21 +63,26 @@ class Task(NamedTuple):
 
 def row(
   name: str, case: str = "", arm: str = "", measured: float | None = None,
-  unit: str = "", spread: tuple[float, float] | None = None,
-  limit: float | None = None, status: str = OK, reason: str = "",
+  unit: str = "", spread: tuple[float, float] = (), limit: float | None = None,
+  status: str = OK, reason: str = "",
 ) -> Row:  # fmt: skip
   """A row without its task."""
   number = lambda x: "" if x is None else f"{x:.5g}"
   low, high = map(number, spread or (None, None))
-  values = (
+  return dict(zip(FIELDS, (
     "", name, case, arm, status, number(measured), unit, low, high,
     number(limit), " ".join(reason.split())[:400],
-  )  # fmt: skip
-  return dict(zip(FIELDS, values, strict=True))
+  ), strict=True))  # fmt: skip
 
 
-def run(folder: pathlib.Path, parts: list[str], short: bool) -> None:
+def run(
+  folder: pathlib.Path, parts: list[str], short: bool, end: float
+) -> tuple[list[Row], int]:
   """Runs the tasks that `folder`/rows.csv lacks, and writes each row at once.
+
+  Ends by `end`, of the monotonic clock. A task that this interrupts has not
+  failed: the next command begins it again. Returns all rows, and how many tasks
+  are left.
 
   Raises:
     ConfigError: the rows there are of another device, commit or version.
@@ -88,32 +96,43 @@ def run(folder: pathlib.Path, parts: list[str], short: bool) -> None:
         f"{path}: got rows with {name} {old[name]!r}, expected"
         f" {facts[name]!r}, as here; choose another folder with --out"
       )
+  rows = [old for old in rows if old["status"] != CUT]
   for old in rows:
     if old["status"] == BEGUN:
       old |= {"status": FAILED, "reason": "the process ended or was stopped"}
-      csv_rows.write(path, rows)  # There may be no later task.
+  csv_rows.write(path, rows)
   done = {old["task"] for old in rows}
-  for task in tasks(jax.devices()[0].platform, short, folder):
-    if task.part not in parts or task.name in done:
-      continue
-    begun = row(task.name, status=BEGUN) | {"task": task.name} | facts
+  todo = [
+    task
+    for task in tasks(jax.devices()[0].platform, short, folder)
+    if task.part in parts and task.name not in done
+  ]
+  for number, task in enumerate(todo):
+    left = end - time.monotonic()
+    if left <= 0:
+      return rows, len(todo) - number
+    status = BEGUN if left > _TASK_SECONDS else CUT
+    begun = row(task.name, status=status) | {"task": task.name} | facts
     csv_rows.write(path, [*rows, begun])
-    faulthandler.dump_traceback_later(_TASK_SECONDS, exit=True)
+    limit = min(left, _TASK_SECONDS)
+    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
     made = []
     try:
       for found in task.call():
         made.append(found | {"task": task.name} | facts)
         csv_rows.write(path, [*rows, *made, begun])
         print(*(found[name] for name in FIELDS if found[name]), flush=True)
-    except NotImplementedError as error:
-      made.append(begun | {"status": NOT_HERE, "reason": str(error)})
-    except Exception as error:  # Compilers raise many kinds; the others run.
-      reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-      made.append(begun | {"status": FAILED, "reason": reason})
+    except Exception as error:  # Compilers raise many kinds; later tasks run.
+      missing = isinstance(error, NotImplementedError)
+      reason = str(error) if missing else f"{type(error).__name__}: {error}"
+      status = NOT_HERE if missing else FAILED
+      ended = row(task.name, status=status, reason=reason)
+      made.append(begun | ended | {"task": task.name})
     faulthandler.cancel_dump_traceback_later()
     rows += made
     csv_rows.write(path, rows)
     jax.clear_caches()  # Programs stay in the memory of a device.
+  return rows, 0
 
 
 def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
@@ -123,10 +142,11 @@ def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
   add = lambda part, name, call, *args: made.append(
     Task(part, name, functools.partial(call, *args))
   )
-  for name, operator in problems.OPERATORS.items():
-    used = kernel if platform != "gpu" or operator.on_gpu else "xla"
+  every = problems.OPERATORS.items()
+  for name, one in every:
+    used = kernel if platform != "gpu" or one.on_gpu else "xla"
     for dtype in ("float32", "bfloat16"):
-      shape = operator.short if short else operator.check
+      shape = one.short if short else one.check
       add("checks", f"check {name}, {dtype}", check, name, shape, dtype, used)
 
   def times(name: str, timed: tuple[Any, ...]) -> None:
@@ -135,49 +155,32 @@ def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
         case = f"{name} {way} {shape}"
         add("operators", case, operators, name, way, shape, kernel, short)
 
-  depth = problems.OPERATORS["depth_attention"]
-  first = (depth.short,) if short else (shapes.BLOCK_48B[-1], *shapes.STEP[:3])
+  first = (shapes.BLOCK_48B[-1], *shapes.STEP[:3])
+  if short:
+    first = (problems.OPERATORS["depth_attention"].short,)
   times("depth_attention", first)
-  for network in ("tiny",) if short else ("d1024", "d2048"):
+  sizes = ("micro",) if short else ("yardstick", "medium")
+  # The yardstick and the smaller steps come before the larger ones.
+  for network, size in zip(("tiny",) if short else ("d1024", "d2048"), sizes):
     add("steps", f"steps, {network}", steps, network, 3 if short else 15)
-    for size in ("micro",) if short else ("yardstick", "medium"):
-      case = f"training, {size}"
-      if case not in [task.name for task in made]:
-        add("training", case, training, size, short, folder)
-  for name, operator in problems.OPERATORS.items():
-    if name != "depth_attention" or not short:
-      times(
-        name,
-        operator.timed[:1] and (operator.short,)
-        if short
-        else tuple(x for x in operator.timed if x not in first),
-      )
+    add("training", f"training, {size}", training, size, short, folder)
+  for name, one in every:
+    others = tuple(shape for shape in one.timed if shape not in first)
+    is_first = name == "depth_attention"
+    times(name, others if not short else () if is_first else (one.short,))
   return made
 
 
 def _rates() -> Iterator[Row]:
   chip = chips.chip_of(jax.devices()[0].device_kind) or chips.Chip(0.0)
-  peak, published = (
-    chip.peak_flops_per_second,
-    chip.published_hbm_bytes_per_second,
-  )
-  copy, product = timing.copy_rate(), timing.product_rate()
-  yield row(
-    "memory, read plus written",
-    "",
-    "",
-    copy / 1e9,
-    "GB/s",
-    limit=published / 1e9 or None,
-  )
-  yield row(
-    "bfloat16 products",
-    "",
-    "",
-    product / 1e12,
-    "TFLOP/s",
-    limit=peak / 1e12 or None,
-  )
+  for name, measured, published, scale, unit in (
+    ("memory, read plus written", timing.copy_rate(),
+     chip.published_hbm_bytes_per_second, 1e9, "GB/s"),
+    ("bfloat16 products", timing.product_rate(),
+     chip.peak_flops_per_second, 1e12, "TFLOP/s"),
+  ):  # fmt: skip
+    limit = published / scale or None
+    yield row(name, measured=measured / scale, unit=unit, limit=limit)
 
 
 def check(
@@ -196,29 +199,24 @@ def check(
   wide = [x.astype(jnp.float32) for x in arguments]
   with jax.default_matmul_precision("highest"):
     exact = jax.jit(functools.partial(compute, problem.reference))(*wide)
+  rms = lambda x: float(np.sqrt(np.mean(x**2)))
   worst = (0.0, 1.0, "")
   for key, stored in got.items():
-    expected, value = np.float64(exact[key]), np.float64(stored)
-    scale = np.sqrt(np.mean(expected**2)) or 1.0
-    error = float(np.sqrt(np.mean((value - expected) ** 2)) / scale)
+    expected = np.float64(exact[key])
+    scale = rms(expected) or 1.0
+    error = rms(np.float64(stored) - expected) / scale
     error = error if np.isfinite(error) else np.inf
     allowed = 2e-5 if dtype == "float32" else problem.tolerance or 1e-4
     if stored.dtype == jnp.bfloat16 and not problem.tolerance:
       rounding = np.float64(exact[key].astype(jnp.bfloat16)) - expected
-      least = max(np.sqrt(np.mean(rounding**2)) / scale, 2**-9 / 3**0.5)
-      allowed = 2 * least
-    worst = max(worst, (error, float(allowed), key), key=lambda x: x[0] / x[1])
+      allowed = 2 * max(rms(rounding) / scale, 2**-9 / 3**0.5)
+    worst = max(worst, (error, allowed, key), key=lambda x: x[0] / x[1])
   error, allowed, key = worst
-  status = OK if error <= allowed else FAILED
   yield row(
-    f"error of {name}",
-    f"{shape}, {dtype}",
-    implementation,
-    error,
-    limit=allowed,
-    status=status,
+    f"error of {name}", f"{shape}, {dtype}", implementation, error,
+    limit=allowed, status=OK if error <= allowed else FAILED,
     reason=f"the worst of {len(exact)} results: {key}",
-  )
+  )  # fmt: skip
 
 
 def operators(
@@ -234,10 +232,9 @@ def operators(
   if way == "forward":
     arguments = arguments[: len(problem.arrays)]
 
-  def function(implementation: str, *arrays: jax.Array) -> Any:
-    named = problems.results(problem, implementation, *arrays)
-    # With one number of each value: compilers would otherwise leave out forward
-    # passes that gradients do not need, which training does need.
+  def function(implementation: str, *arguments: jax.Array) -> Any:
+    named = problems.results(problem, implementation, *arguments)
+    # Of a value, a number: so the forward pass stays, which training does need.
     short = lambda key, x: x[(0,) * x.ndim] if key.startswith("result") else x
     return (
       named if way == "forward" else {k: short(k, x) for k, x in named.items()}
@@ -246,14 +243,12 @@ def operators(
   chip = chips.chip_of(jax.devices()[0].device_kind) or chips.Chip(0.0)
   rate = chip.published_hbm_bytes_per_second
   least = timing.least_bytes(functools.partial(function, "xla"), arguments)
-  limit = least / rate * 1e6 if rate else None
+  case = functools.partial(row, f"{name} {way}", str(shape))
   rounds = 3 if short else 9
 
   def timed(arm: str, found: timing.Seconds) -> Row:
-    spread = found.least * 1e6, found.largest * 1e6
-    return row(
-      f"{name} {way}", str(shape), arm, found.median * 1e6, "us", spread, limit
-    )
+    median, *spread = (1e6 * seconds for seconds in found)
+    return case(arm, median, "us", spread, 1e6 * least / rate if rate else None)
 
   for arm in dict.fromkeys((kernel, "xla")):
     if arm != "pallas_gpu" or operator.on_gpu:
@@ -262,14 +257,12 @@ def operators(
   for arm in peers.PEERS if name == "depth_attention" else ():
     try:
       dout = None if way == "forward" else arguments[len(problem.arrays)]
-      read = peers.load(arm, shape.width)
+      read = peers.PEERS[arm](shape.width)
       run_peer, _ = peers.program(read, problem.arrays, dout)
       yield timed(arm, timing.of_loops(run_peer, rounds))
     except Exception as error:  # Peers fail in many ways.
       reason = f"{type(error).__name__}: {error}"
-      yield row(
-        f"{name} {way}", str(shape), arm, status=NOT_HERE, reason=reason
-      )
+      yield case(arm, status=NOT_HERE, reason=reason)
 
 
 def steps(name: str, rounds: int) -> Iterator[Row]:
@@ -287,9 +280,8 @@ def steps(name: str, rounds: int) -> Iterator[Row]:
   def compiled(arm: str) -> Any:
     step, structs = compiled_lib.step(network, arm)
     arguments = jax.jit(lambda: jax.tree.map(draw, structs))()
-    return functools.partial(
-      jax.jit(step).lower(*arguments).compile(), *arguments
-    )
+    program = jax.jit(step).lower(*arguments).compile()
+    return functools.partial(program, *arguments)
 
   with futures.ThreadPoolExecutor(len(_ARMS)) as pool:
     calls = {("step", a): c for a, c in zip(_ARMS, pool.map(compiled, _ARMS))}
@@ -297,28 +289,22 @@ def steps(name: str, rounds: int) -> Iterator[Row]:
   for ratio in cost.ratios(times):
     arm = ratio["arm"]
     walls = [x.wall * 1e3 for x in times["step", arm]]
-    yield row(
-      "step",
-      size,
-      f"{arm}, kernels",
-      statistics.median(walls),
-      "ms",
-      (min(walls), max(walls)),
+    spread = min(walls), max(walls)
+    case = functools.partial(row, case=size, arm=f"{arm}, kernels")
+    yield case(
+      "step", measured=statistics.median(walls), unit="ms", spread=spread
     )
     if not cost.is_baseline(arm):
       spread = ratio["ratio_min"], ratio["ratio_max"]
-      yield row(
-        "step over PreNorm",
-        size,
-        f"{arm}, kernels",
-        ratio["ratio"],
-        spread=spread,
-        reason=f"over {ratio['baseline']}",
-      )
+      reason = f"over {ratio['baseline']}"
+      yield case(
+        "step over PreNorm", measured=ratio["ratio"], spread=spread,
+        reason=reason,
+      )  # fmt: skip
 
 
 def training(size: str, short: bool, folder: pathlib.Path) -> Iterator[Row]:
-  """Trains by the ordinary loop with a trace, planned on a TPU.
+  """Trains by the ordinary loop with a trace, with the first plan by memory.
 
   `yardstick` is the network with Full AttnRes that others have published.
   """
@@ -335,36 +321,27 @@ def training(size: str, short: bool, folder: pathlib.Path) -> Iterator[Row]:
     },
   )  # fmt: skip
   devices = jax.devices()
-  if devices[0].platform == "tpu":
+  if not short:
     (best, *_), _ = candidates.plans(config, devices)
     config = best.apply(config)
   workdir = folder / f"traced_{size}"
   if workdir.exists():  # An attempt that was ended.
     workdir.rename(tempfile.mkdtemp(prefix="traced_", dir=folder))
   loop.train_and_evaluate(config, workdir)
-  lines = (workdir / "metrics.jsonl").read_text().splitlines()
   tokens = config.data.batch_size * config.data.sequence_length
-  rows = [x for x in map(json.loads, lines) if x.get("split") == "train"]
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
   # The first steps wait for the compiler, and some are traced.
   times = [
-    tokens / x["tokens_per_second"] * 1e3 for x in rows if x["step"] > 15
+    tokens / line["tokens_per_second"] * 1e3
+    for line in map(json.loads, lines)
+    if line.get("split") == "train" and line["step"] > 15
   ]
   case = f"{config.name}, {tokens} tokens, {len(devices)} devices"
   yield row(
-    "step of the training loop",
-    case,
-    scheme,
-    statistics.median(times),
-    "ms",
+    "step of the training loop", case, scheme, statistics.median(times), "ms",
     (min(times), max(times)),
     reason=f"trace of steps 10 to 12: {workdir / 'profile'}",
-  )
+  )  # fmt: skip
   used = (devices[0].memory_stats() or {}).get("peak_bytes_in_use")
-  yield row(
-    "peak memory",
-    case,
-    scheme,
-    used and used / 2**30,
-    "GiB",
-    status=OK if used else NOT_HERE,
-  )
+  status, gib = (OK, used / 2**30) if used else (NOT_HERE, None)
+  yield row("peak memory", case, scheme, gib, "GiB", status=status)

@@ -5,26 +5,12 @@ Peers answer one query per read, so several queries are several reads.
 """
 
 from collections.abc import Callable, Sequence
-import importlib
 import os
 from typing import Any
 
 import jax
 
 EPS = 1e-6
-
-
-class NotHere(Exception):
-  """Why a peer cannot run here, in one line."""
-
-
-def load(name: str, width: int) -> Callable[[Any, Sequence[Any]], Any]:
-  """A read (query [Q, D], M sources [T, D]) -> [Q, T, D] of PyTorch tensors.
-
-  Raises:
-    NotHere: its package cannot be imported.
-  """
-  return PEERS[name](width)
 
 
 def program(
@@ -36,7 +22,8 @@ def program(
     A function that runs it so many times and waits, and one that returns the
     results of one run: the mixtures, and gradients of the query and sources.
   """
-  torch = _import("torch")
+  import torch
+
   tensor = lambda x: torch.from_dlpack(x).detach().requires_grad_()
   leaves = [tensor(x) for x in arrays]
   cotangent = None if dout is None else tensor(dout)
@@ -60,7 +47,7 @@ def program(
 
 def _torch(width: int) -> Callable[..., Any]:
   """One softmax over stacked sources, compiled on a GPU."""
-  torch = _import("torch")
+  import torch
 
   def read(query: Any, sources: Any) -> Any:
     stacked = torch.stack(tuple(sources))
@@ -77,22 +64,18 @@ def _torch(width: int) -> Callable[..., Any]:
 
 def _fla(width: int) -> Callable[..., Any]:
   os.environ.setdefault("FLA_ATTNRES_GLUON", "1")  # Its faster kernels.
-  torch, fused = _import("torch"), _import("fla.ops.attnres").fused_attnres
+  from fla.ops.attnres import fused_attnres
+  import torch
+
   gain = torch.ones(width, dtype=torch.bfloat16, device="cuda")
 
   def read(query: Any, sources: Any) -> Any:
     banked = [source[None] for source in sources]
-    each = [fused(q, banked, gain, rms_eps=EPS)[0] for q in query]
+    each = [fused_attnres(q, banked, gain, rms_eps=EPS)[0] for q in query]
     return torch.stack(each)
 
   return read
 
 
-def _import(name: str) -> Any:
-  try:
-    return importlib.import_module(name)
-  except Exception as error:  # Peers fail to import in many ways.
-    raise NotHere(f"{type(error).__name__}: {error}") from error
-
-
+# Each makes a read (query [Q, D], M sources [T, D]) -> [Q, T, D] of tensors.
 PEERS = {"torch.compile": _torch, "fla": _fla}

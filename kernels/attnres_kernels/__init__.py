@@ -11,6 +11,7 @@ from attnres_kernels.depth_attention.api import depth_attention
 from attnres_kernels.depth_merge.api import combine_mixtures
 from attnres_kernels.depth_merge.api import depth_merge
 from attnres_kernels.depth_merge.api import depth_merge_norm
+from attnres_kernels.depth_merge.api import merges_several
 from attnres_kernels.dispatch import IMPLEMENTATIONS
 from attnres_kernels.dispatch import Implementation
 from attnres_kernels.kda.api import kda
@@ -27,6 +28,7 @@ __all__ = [
   "depth_merge_norm",
   "kda",
   "kda_step",
+  "merges_several",
   "rms_norm",
   "short_conv",
 ]

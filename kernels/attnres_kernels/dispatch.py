@@ -75,6 +75,13 @@ def tpu_kind() -> str | None:
   return _device_kind("tpu")
 
 
+def is_for_gpu() -> bool:
+  """Whether a program that is traced here is known to be for a GPU."""
+  device = _ambient_device()
+  platform = jax.default_backend() if device is None else device.platform
+  return platform == "gpu"
+
+
 def _is_known_gpu() -> bool:
   kind = _device_kind("gpu") or ""
   return any(name in kind for name in _GPUS)
@@ -252,6 +259,17 @@ _GPUS = ("H100", "H200")
 
 
 def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
+  names = kernels(op, function, args, kwargs)
+  return _best(op, names, function, tuple(kwargs.items()))(*args)
+
+
+def kernels(
+  op: str, function: str, args: tuple, kwargs: dict
+) -> tuple[tuple[str, str], ...]:
+  """(platform, backend) of the kernels that the automatic choice may take.
+
+  A kernel for GPUs is among them only if this program is known to be for one.
+  """
   names = []
   for platform, name in _AUTOMATIC.items():
     if not _exists(op, name) or (platform == "cuda" and not _is_known_gpu()):
@@ -263,7 +281,7 @@ def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
     )
     if all(reason is None for reason in reasons):
       names.append((platform, name))
-  return _best(op, tuple(names), function, tuple(kwargs.items()))(*args)
+  return tuple(names)
 
 
 @functools.cache

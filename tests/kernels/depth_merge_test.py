@@ -88,6 +88,31 @@ class TestDepthMerge:
       lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
     )
 
+  @pytest.mark.parametrize("implementation", ("reference", "xla"))
+  def test_several_partial_sums_are_as_many_sources(self, implementation):
+    query, source = make((20,), 24, 6)
+    gain, cotangent = 1 + query, source[5]
+
+    def whole(query, gain, *sources):
+      mixed, _ = one_softmax(query, sources)
+      return jnp.vdot(rms_norm(mixed, 1e-3) * gain[None], cotangent)
+
+    def phases(query, gain, *sources):
+      out, lse = one_softmax(query, sources[:2])
+      normed = depth_merge_norm(
+        out, lse, query, sources[2:], gain, norm_eps=1e-3,
+        implementation=implementation,
+      )  # fmt: skip
+      return jnp.vdot(normed, cotangent)
+
+    gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(7)))
+    arrays = query, gain, *source[:5]
+    wanted = jax.jit(gradient(whole))(*arrays)
+    got = jax.jit(gradient(phases))(*arrays)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
+    )
+
   def test_tokens_that_fill_no_tile_have_no_part_in_sums(self):
     """Without an epsilon, the norm of a row of zeros is infinite."""
     query, source = make((5,), 24, 3)

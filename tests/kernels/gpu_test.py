@@ -202,15 +202,19 @@ def test_the_automatic_choice_knows_the_gpu(kind, tokens, chosen):
   assert ("depth_attention_forward" in text) == chosen
 
 
-def merge_oracle(out, lse, query, total, gain):
-  """One softmax over two log-weights; then, with a gain, the pre-norm."""
-  mean_square = jnp.mean(total**2, axis=-1)
-  score = jnp.sum(query[None] * total, axis=-1) / jnp.sqrt(mean_square + EPS)
+def merge_oracle(out, lse, query, totals, gain):
+  """One softmax over all log-weights; then, with a gain, the pre-norm."""
+  totals = jnp.stack(totals)
+  mean_square = jnp.mean(totals**2, axis=-1)
+  scores = jnp.sum(query[None, None] * totals, axis=-1) / jnp.sqrt(
+    mean_square + EPS
+  )
   # The mixture counts alone (lse = inf), or is empty (-inf), or shares.
   finite = jnp.where(jnp.isinf(lse), 0, lse)
-  shares = jax.nn.softmax(jnp.stack([finite, score]), axis=0)[0]
+  shares = jax.nn.softmax(jnp.concatenate([finite[None], scores]), axis=0)[0]
   keep = jnp.where(jnp.isinf(lse), jnp.heaviside(lse, 0), shares)[:, None]
-  mixed = keep * out + (1 - keep) * total
+  weights = jax.nn.softmax(scores, axis=0)[..., None]
+  mixed = keep * out + (1 - keep) * jnp.sum(weights * totals, axis=0)
   if gain is not None:
     mean_square = jnp.mean(mixed**2, axis=-1, keepdims=True)
     mixed = mixed / jnp.sqrt(mean_square + NORM_EPS) * gain[None]
@@ -231,13 +235,18 @@ class TestMerge:
   def test_values_and_cotangents(self, width, dtype, gain):
     self.check(self.make(width, dtype, gain))
 
+  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+  @pytest.mark.parametrize("number,width", [(2, 200), (7, 128)])
+  def test_several_partial_sums(self, number, width, dtype):
+    self.check(self.make(width, dtype, True, number))
+
   def test_large_scores(self):
     arrays = self.make(128, "float32", True)
     arrays["query"] *= 1e3
     arrays["lse"] = arrays["lse"] * 1e3
     self.check(arrays)
 
-  def make(self, width, dtype, gain):
+  def make(self, width, dtype, gain, number=1):
     rng = np.random.default_rng(width)
     tokens = 5
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -247,7 +256,7 @@ class TestMerge:
       # The first sublayer of a block, and a mixture of no source.
       "lse": draw(tokens).at[1].set(jnp.inf).at[2].set(-jnp.inf),
       "query": draw(width) * 0.3,
-      "partial": wide(),
+      "partial": [wide() for _ in range(number)],
     }
     gains = {"gain": 1 + draw(width) * 0.3} if gain else {}
     return arrays | gains | {"dmixed": wide()}
@@ -262,6 +271,8 @@ class TestMerge:
 
     def kernel(out, lse, query, partial, gain=None):
       options = {"eps": EPS, "implementation": "pallas_gpu"}
+      if len(partial) == 1:
+        (partial,) = partial
       if gain is None:
         return depth_merge(out, lse, query, partial, **options)
       return depth_merge_norm(
@@ -276,7 +287,8 @@ class TestMerge:
     wanted = in_float64(functools.partial(run, exact), arrays, dmixed)
     assert got.keys() == wanted.keys()
     for name, value in got.items():
-      assert_close(value, wanted[name], name)
+      for a, b in zip(*map(jax.tree.leaves, (value, wanted[name]))):
+        assert_close(a, b, name)
 
   @pytest.mark.parametrize("kind", KINDS)
   @pytest.mark.parametrize("width", (1168, 2304))
@@ -329,5 +341,9 @@ class TestReason:
     with pytest.raises(NotImplementedError, match="at least 128"):
       depth_merge(x, x[:, 0], x[0], x, implementation="pallas_gpu")
     x = jnp.ones((2, 128))
+    with pytest.raises(NotImplementedError, match="at most 7 arrays"):
+      depth_merge_norm(
+        x, x[:, 0], x[0], [x] * 8, x[0], implementation="pallas_gpu"
+      )
     with pytest.raises(NotImplementedError, match="lowered for cpu"):
       depth_merge(x, x[:, 0], x[0], x, implementation="pallas_gpu")

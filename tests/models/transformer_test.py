@@ -10,6 +10,8 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models import residuals
+from attnres_kernels import dispatch
+from tests import jaxprs
 from tests import tiers
 from tests import tiny_network
 from tests.models import reference
@@ -153,3 +155,18 @@ def test_a_network_needs_a_vocabulary():
   message = r"config\.model\.vocab_size: got 0, expected the token"
   with pytest.raises(config_lib.ConfigError, match=message):
     models.build_model(tiny_network.config(vocab_size=0))
+
+
+def test_layers_are_no_copies_on_gpus(monkeypatch):
+  """There, a slice of a stack and its cast are one instruction."""
+  model = tiny_network.model("prenorm", dtype="bfloat16", scan_layers=False)
+  tokens = jnp.arange(16).reshape(2, 8)
+
+  def barriers():
+    # Another function each time, since the choice is made while tracing.
+    hidden = lambda model, tokens: model.hidden(tokens)
+    return jaxprs.count(("optimization_barrier",), hidden, model, tokens)
+
+  before = barriers()
+  monkeypatch.setattr(dispatch, "is_for_gpu", lambda: True)
+  assert barriers() < before

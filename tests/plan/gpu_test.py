@@ -114,13 +114,53 @@ ENTRY %main (a: bf16[{rows},4096], b: bf16[4096,4096]) -> f32[{rows},4096] {{
   ROOT %dot = f32[{rows},4096]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}
 }}
 """
-  wave = 2 * 132 * 128 * 256 * 4096 / 812.25e12
+  # Of normal numbers.
+  wave = 2 * 132 * 128 * 256 * 4096 / (812.25e12 * 257 / 295)
   nbytes = 4096 * (2 * rows + 2 * 4096 + 4 * rows)
   found = gpu.of_program(hlo.Program(text), CHIP, KIND)
   assert found["work_seconds"] == pytest.approx(
     max(waves * wave, nbytes / CHIP.hbm_bytes_per_second)
   )
   assert CHIP.hbm_bytes_per_second == pytest.approx(2872.3e9)
+
+
+@pytest.mark.parametrize(
+  "dtype,precision,rate",
+  [
+    ("f32", ", operand_precision={highest,highest}", 132 * 256 * 1.98e9),
+    ("f32", "", 812.25e12 * 257 / 295 / 2),
+    ("bf16", "", 812.25e12 * 257 / 295),
+  ],
+)
+def test_products_by_precision(dtype, precision, rate):
+  text = f"""
+ENTRY %main (a: {dtype}[16896,8192], b: {dtype}[8192,1024]) -> f32[16896,1024] {{
+  %a = {dtype}[16896,8192]{{1,0}} parameter(0)
+  %b = {dtype}[8192,1024]{{1,0}} parameter(1)
+  ROOT %dot = f32[16896,1024]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}{precision}
+}}
+"""  # noqa: E501
+  found = gpu.of_program(hlo.Program(text), CHIP, KIND)
+  # Tiles of 128 x 128 are eight whole waves.
+  assert found["work_seconds"] == pytest.approx(
+    2 * 16896 * 8192 * 1024 / rate, rel=1e-3
+  )
+
+
+@pytest.mark.parametrize(
+  "length,backward,tflops", [(1024, "", 410), (3000, "Backward", 465)]
+)
+def test_attention_has_the_published_rate(length, backward, tflops):
+  shape = f"bf16[8,{length},8,128]"
+  text = f"""
+ENTRY %main (q: {shape}) -> {shape} {{
+  %q = {shape}{{3,2,1,0}} parameter(0)
+  ROOT %attend = {shape}{{3,2,1,0}} custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax{backward}", backend_config={{"mask_type": "CAUSAL"}}
+}}
+"""  # noqa: E501
+  found = gpu.of_program(hlo.Program(text), CHIP, KIND)
+  flops = 2 * 8 * 8 * length**2 * 128 * (2.5 if backward else 1)
+  assert found["work_seconds"] == pytest.approx(flops / (tflops * 1e12))
 
 
 def test_exposed_transfers_are_part_of_a_step():

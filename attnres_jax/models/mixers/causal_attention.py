@@ -15,6 +15,7 @@ Decoding (`extend`) attends to a cache and to new tokens in one softmax.
 
 from collections.abc import Callable, Sequence
 import functools
+import importlib
 import math
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ _SPANS = 4
 # pair of tokens, by more than what the diagonal wastes.
 _BLOCKS: tuple[int, ...] = (1024, 512, 256, 128)
 _KEYS_AT_ONCE = 512
+# Documents of a row that cuDNN takes; a batch with more in a row runs in tiles.
+_DOCUMENTS = 32
 
 
 class Tile(NamedTuple):
@@ -335,17 +338,60 @@ def _cudnn(
   query_BTNH: jax.Array,
   key_BTKH: jax.Array,
   value_BTKV: jax.Array,
-  segment_ids_BT: None = None,
+  segment_ids_BT: jax.Array | None = None,
 ) -> jax.Array:
-  """`attend` by cuDNN; on Hopper for any V <= H."""
+  """`attend` by cuDNN; on Hopper for any V <= H, and for packed documents."""
   # Values must be as wide as keys.
   width = value_BTKV.shape[-1]
   missing = query_BTNH.shape[-1] - width
   value_BTKH = jnp.pad(value_BTKV, ((0, 0), (0, 0), (0, 0), (0, missing)))
-  mixed_BTNH = jax.nn.dot_product_attention(
-    query_BTNH, key_BTKH, value_BTKH, is_causal=True, implementation="cudnn"
-  )
+  arrays = query_BTNH, key_BTKH, value_BTKH
+  if segment_ids_BT is None:
+    mixed_BTNH = jax.nn.dot_product_attention(
+      *arrays, is_causal=True, implementation="cudnn"
+    )
+  else:
+    length_BM, start_BM, fit = documents(segment_ids_BT, _DOCUMENTS)
+    tiled = functools.partial(_tiled, segment_ids_BT=segment_ids_BT, tile=0)
+    packed = functools.partial(_cudnn_packed, length_BM, start_BM)
+    mixed_BTNH = jax.lax.cond(fit, packed, jax.checkpoint(tiled), *arrays)
   return mixed_BTNH[..., :width]
+
+
+def _cudnn_packed(
+  length_BM: jax.Array, start_BM: jax.Array, *arrays: jax.Array
+) -> jax.Array:
+  # `jax.nn` does not pass documents on.
+  cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+  lengths, starts = [length_BM] * 2, [start_BM] * 2
+  return cudnn.dot_product_attention(
+    *arrays, None, None, *lengths, *starts,
+    scale=arrays[0].shape[-1] ** -0.5, mask_type=cudnn.MaskType.CAUSAL,
+  )  # fmt: skip
+
+
+def documents(
+  segment_ids_BT: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Where the documents of packed rows are, as cuDNN takes it.
+
+  Returns:
+    Lengths [B, M] and starts [B, M + 1], int32, -1 for documents that a row
+    does not have; and whether no row has more than M = `most`.
+  """
+  differs_BT = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+  number_BT = jnp.pad(jnp.cumsum(differs_BT, axis=1), ((0, 0), (1, 0)))
+  count_B1 = number_BT[:, -1:] + 1
+  number_M = jnp.arange(most + 1)
+  before_BMT = number_BT[:, None] < number_M[None, :, None]
+  start_BM = jnp.sum(before_BMT, axis=-1, dtype=jnp.int32)
+  exists_BM = number_M[None] < count_B1
+  length_BM = jnp.where(exists_BM[:, :-1], jnp.diff(start_BM), -1)
+  return (
+    length_BM,
+    jnp.where(exists_BM, start_BM, -1),
+    jnp.all(count_B1 <= most),
+  )
 
 
 def _cudnn_why_not(
@@ -354,13 +400,12 @@ def _cudnn_why_not(
   value_BTKV: jax.Array,
   segment_ids_BT: jax.Array | None,
 ) -> str | None:
-  if segment_ids_BT is not None:
-    return "takes no segment ids, but a bias of all pairs of tokens"
   if query_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
     return f"takes bfloat16 and float16, not {query_BTNH.dtype}"
   try:
-    # JAX queries the library, which has to be installed.
-    jax.eval_shape(_cudnn, query_BTNH, key_BTKH, value_BTKV)
+    # JAX queries the library, which has to be installed, and for packed
+    # documents the GPU.
+    jax.eval_shape(_cudnn, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT)
   except (NotImplementedError, RuntimeError, ValueError) as error:
     return str(error)
   return None

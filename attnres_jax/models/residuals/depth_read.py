@@ -320,9 +320,15 @@ class DepthAttention(base.Residual):
     return each(slot, merged)
 
   def merge_several(
-    self, slot: Slot, sources: Sequence[jax.Array]
+    self, slot: Slot, sources: tuple[jax.Array, ...], norm: base.Norm
   ) -> jax.Array | base.QKV:
-    """The mixture with several more sources."""
+    """norm(the mixture with several more sources), as in `merge`."""
+    ours = type(norm) is norm_lib.RMSNorm and slot.scale is None
+    if ours and attnres_kernels.merges_several(
+      slot.out_BTD, slot.lse_BT, slot.query_D, sources, rank=self._rank
+    ):
+      merge = functools.partial(depth_merge, eps=self.eps, rank=self._rank)
+      return each(slot, lambda one: merge(one, sources, norm))
 
     def merged(part: Slot) -> jax.Array:
       out_QBTD, lse_QBT = depth_attention(
@@ -334,7 +340,7 @@ class DepthAttention(base.Residual):
       )
       return scaled(merged_BTD, part.scale)
 
-    return each(slot, merged)
+    return base.normed(each(slot, merged), norm)
 
   def mean_weights(
     self, read: definition.Read, sources: Sequence[jax.Array]
@@ -485,14 +491,14 @@ def depth_attention(
 
 def depth_merge(
   slot: Slot,
-  open_BTD: jax.Array,
+  opened: jax.Array | tuple[jax.Array, ...],
   norm: base.Norm,
   *,
   eps: float,
   rank: int | None,
 ) -> jax.Array:
   """norm(`attnres_kernels.depth_merge`), one operator if the norm is ours."""
-  arrays = [slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD]
+  arrays: list[Any] = [slot.out_BTD, slot.lse_BT, slot.query_D, opened]
   merge = functools.partial(attnres_kernels.depth_merge, eps=eps, rank=rank)
   fused = type(norm) is norm_lib.RMSNorm
   if fused:
@@ -500,13 +506,14 @@ def depth_merge(
     merge = functools.partial(
       attnres_kernels.depth_merge_norm, eps=eps, rank=rank, norm_eps=norm.eps
     )
+  sources = jax.tree.leaves(opened)
   tokens, replicated = sharding.TOKENS, sharding.WHOLE
   in_specs = tokens, tokens, replicated, tokens, replicated
   split = sharding.by_shards(merge, in_specs[: len(arrays)], tokens)
   h_BTD = linear.counted(
     split, *arrays,
-    flops=pair_flops(open_BTD.shape, slot.query_D.size),
-    scanned=open_BTD, outs=slot.out_BTD,
+    flops=len(sources) * pair_flops(sources[0].shape, slot.query_D.size),
+    scanned=sources, outs=slot.out_BTD,
   )  # fmt: skip
   return h_BTD if fused else base.normed(h_BTD, norm)
 

@@ -52,12 +52,11 @@ class FullAttnRes(base.Values, depth_read.DepthAttention):
     if isinstance(slot, definition.Read):
       return base.normed(self.attend(slot, carry), norm), carry
     if not carry:
-      h = depth_read.each(slot, depth_read.mixture_of)
-    elif len(carry) == 1:
+      mixture = depth_read.each(slot, depth_read.mixture_of)
+      return base.normed(mixture, norm), carry
+    if len(carry) == 1:
       return self.merge(slot, carry[0], norm), carry
-    else:
-      h = self.merge_several(slot, carry)
-    return base.normed(h, norm), carry
+    return self.merge_several(slot, carry, norm), carry
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
     # In two phases, the carry has the new values only.

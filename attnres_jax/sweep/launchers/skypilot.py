@@ -4,11 +4,12 @@
   ... --launcher=skypilot --set slice=v6e-8 --max_parallel=2
 
 This launcher writes one task; `sky jobs launch` starts a managed job per slice,
-at most `--max_parallel` of them. SkyPilot asks for spot capacity wherever your
-clouds have it, starts the worker on all hosts of the slice, replaces a slice
-that is preempted, and deletes it when the worker ends. The workers share the
-runs of the sweep. A worker that meets an error is restarted `max_restarts`
-times; its exit status says when that is useless.
+at most `--max_parallel` of them. A slice may also be GPUs, such as h100-8 or
+h100-8x8. SkyPilot asks for spot capacity wherever your clouds have it, starts
+the worker on all hosts of the slice, replaces a slice that is preempted, and
+deletes it when the worker ends. The workers share the runs of the sweep. A
+worker that meets an error is restarted `max_restarts` times; its exit status
+says when that is useless.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ import yaml
 
 from attnres_jax.common import exits
 from attnres_jax.common import files
+from attnres_jax.common import gpus
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep.launchers import settings as settings_lib
@@ -29,15 +31,23 @@ from attnres_jax.sweep.launchers import tpu_vm
 
 Setting = settings_lib.Setting
 SETTINGS: Mapping[str, Setting] = {
-  "slice": Setting("TPU slice, such as v6e-8 or v5p-128", required=True),
+  "slice": Setting(
+    "TPU slice or GPUs, such as v6e-8, v5p-128 or h100-8", required=True
+  ),
   "spot": Setting("false for capacity on demand", True, bool),
   "region": Setting("region (default: wherever there is capacity)"),
   "name": Setting("name of the jobs, with a number behind", "attnres"),
-  "runtime": tpu_vm.SETTINGS["runtime"],
+  "runtime": Setting("software version of a TPU VM (default: by generation)"),
   "install": tpu_vm.SETTINGS["install"],
   "max_restarts": Setting("restarts per job after errors", 3, int, least=0),
   "task": Setting("file to write", "sweep.sky.yaml"),
 }
+
+# How the processes of several nodes find each other; JAX knows TPUs itself.
+_CLUSTER = (
+  ' --coordinator_address="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):8476"'
+  ' --num_processes="$SKYPILOT_NUM_NODES" --process_id="$SKYPILOT_NODE_RANK"'
+)
 
 
 def launch(
@@ -68,11 +78,7 @@ def task(
   folder: epath.PathLike, settings: types.SimpleNamespace, only: str
 ) -> dict[str, Any]:
   """The task of one slice, as SkyPilot reads it."""
-  tpu = slices.parse("slice", settings.slice)
   resources: dict[str, Any] = {
-    "infra": f"gcp/{settings.region}" if settings.region else "gcp",
-    "accelerators": f"tpu-{tpu.cloud_type}:1",
-    "accelerator_args": {"runtime_version": settings.runtime or tpu.runtime},
     "use_spot": settings.spot,
     "job_recovery": {
       "strategy": "EAGER_NEXT_REGION",
@@ -81,9 +87,27 @@ def task(
       "recover_on_exit_codes": [int(exits.Exit.STOPPED)],
     },
   }
-  return {
-    "name": settings.name,
-    "resources": resources,
-    "setup": settings.install or tpu_vm.install(folder),
-    "run": tpu_vm.worker_on(folder, tpu, only),
-  }
+  found: dict[str, Any] = {"name": settings.name, "resources": resources}
+  topology = gpus.parse(settings.slice, "--set slice")
+  if topology is None:
+    tpu = slices.parse("slice", settings.slice)
+    hosts, extra, cluster = tpu.hosts, "tpu", ""
+    resources["infra"] = f"gcp/{settings.region}" if settings.region else "gcp"
+    resources["accelerators"] = f"tpu-{tpu.cloud_type}:1"
+    runtime = settings.runtime or tpu.runtime
+    resources["accelerator_args"] = {"runtime_version": runtime}
+  else:
+    if settings.runtime:
+      settings_lib.fail(
+        "runtime", settings.runtime, f"no such setting with {settings.slice}"
+      )
+    kind, hosts, each = topology
+    extra, cluster = "cuda", _CLUSTER * (hosts > 1)
+    resources["accelerators"] = f"{kind.upper()}:{each}"
+    if settings.region:
+      resources["infra"] = f"*/{settings.region}"
+    if hosts > 1:
+      found["num_nodes"] = hosts
+  found["setup"] = settings.install or tpu_vm.install(folder, extra)
+  found["run"] = tpu_vm.worker_on(folder, hosts, only) + cluster
+  return found

@@ -99,7 +99,7 @@ def commands(
   }
 
 
-def install(folder: epath.PathLike) -> str:
+def install(folder: epath.PathLike, extra: str = "tpu") -> str:
   """A shell command that installs this package, for the store of a folder."""
   store = "s3" if str(folder).startswith("s3://") else "gcs"
   # The VMs' own Python is 3.10, and on newer ones pip refuses to change it.
@@ -107,7 +107,7 @@ def install(folder: epath.PathLike) -> str:
     "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --user uv &&"
     " python3 -m uv venv --clear --python 3.12 attnres &&"
     " python3 -m uv pip install --python attnres/bin/python"
-    f" 'attnres-jax[tpu,{store}] @"
+    f" 'attnres-jax[{extra},{store}] @"
     " git+https://github.com/attnres-jax/attnres-jax'"
   )
 
@@ -121,14 +121,14 @@ def script(folder: epath.PathLike, tpu: slices.Slice, only: str) -> str:
   over = [str(int(one)) for one in exits.Exit if one not in again]
   # A shell says 126 or 127 of a command that it cannot run.
   over = "|".join([*over, "126", "127"])
-  start = worker_on(folder, tpu, only)
+  start = worker_on(folder, tpu.hosts, only)
   loop = f"while :; do {start}; case $? in {over}) break;; esac; sleep 10; done"
   return f"nohup sh -c {shlex.quote(loop)} >{LOG} 2>&1 </dev/null &"
 
 
-def worker_on(folder: epath.PathLike, tpu: slices.Slice, only: str) -> str:
+def worker_on(folder: epath.PathLike, hosts: int, only: str) -> str:
   """The command of each host, for all runs of a sweep that match `only`."""
-  flags = ["--distributed"] if tpu.hosts > 1 else []
+  flags = ["--distributed"] if hosts > 1 else []
   flags.append(f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}")
   flags += [f"--only={only}"] if only else []
   return shlex.join(worker.command(folder, "", *flags, python=PYTHON))

@@ -5,6 +5,7 @@ Lines 7 to 14 of the paper's algorithm (arXiv:2603.15031): sublayer by sublayer,
 the block's running partial sum joins the mixture of phase 1.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def depth_merge_norm(
   out: Float[Array, "*T D"],
   lse: Float[Array, "*TH"],
   query: Float[Array, " R"],
-  partial: Float[Array, "*T D"],
+  partial: Float[Array, "*T D"] | Sequence[Float[Array, "*T D"]],
   gain: Float[Array, " D"],
   *,
   rank: int | None = None,
@@ -66,10 +67,23 @@ def depth_merge_norm(
   """`depth_merge` and the next sublayer's pre-norm in one pass over memory.
 
   Returns rms_norm(mixture) * gain, in the dtype of `out`. `norm_eps` is added
-  to the mean square inside this norm. All else is as in `depth_merge`.
+  to the mean square inside this norm. Several partial sums are as many more
+  sources; `merges_several` says where this is fast. All else is as in
+  `depth_merge`.
   """
   arrays = out, lse, query, partial, gain
   return _merge(*arrays, rank, eps, norm_eps, implementation)
+
+
+def merges_several(
+  out: jax.Array, lse: jax.Array, query: jax.Array,
+  partials: Sequence[jax.Array], *, rank: int | None = None,
+) -> bool:  # fmt: skip
+  """Whether a kernel merges all of these at once on the GPU of this program."""
+  heads = lse.shape[-1] if lse.ndim == out.ndim else 1
+  options = dict(eps=0.0, norm_eps=0.0, heads=heads, rank=rank)
+  arrays = out, lse, query, tuple(partials)
+  return bool(dispatch.kernels("depth_merge", "forward", arrays, options))
 
 
 def combine_mixtures(
@@ -109,7 +123,7 @@ def combine_mixtures(
 
 
 def _merge(
-  out: jax.Array, lse: jax.Array, query: jax.Array, partial: jax.Array,
+  out: jax.Array, lse: jax.Array, query: jax.Array, partial: Any,
   gain: jax.Array | None, rank: int | None, eps: float, norm_eps: float,
   implementation: str | None,
 ) -> jax.Array:  # fmt: skip
@@ -123,8 +137,13 @@ def _merge(
   heads = lse.shape[-1] if lse.ndim == out.ndim else None
   options: dict[str, Any] = dict(eps=float(eps), norm_eps=float(norm_eps))
   options |= heads_lib.options(width, query.shape[0], heads, rank, given)
-  if partial.shape != out.shape:
-    raise ValueError(f"shapes differ: partial {partial.shape}, out {out.shape}")
+  several = isinstance(partial, Sequence)
+  partials = tuple(partial) if several else (partial,)
+  if not partials:
+    raise ValueError(f"partial is an empty sequence; {given}")
+  for x in partials:
+    if x.shape != out.shape:
+      raise ValueError(f"shapes differ: partial {x.shape}, out {out.shape}")
   if lse.shape[: out.ndim - 1] != out.shape[:-1] or lse.ndim > out.ndim:
     raise ValueError(f"shapes differ: lse {lse.shape} and out {out.shape}")
   if gain is not None and gain.shape != (width,):
@@ -135,10 +154,10 @@ def _merge(
     lse = jnp.squeeze(lse, -1)
   if implementation == "reference":
     return reference.forward(out, lse, query, partial, gain, **options)
-  dtype = dispatch.accumulator(out, query, partial)
+  dtype = dispatch.accumulator(out, query, *partials)
   lse, query = lse.astype(dtype), query.astype(dtype)
   gain = None if gain is None else gain.astype(dtype)
   return dispatch.differentiable(
     "depth_merge", implementation, tuple(options.items()), (),
-    out, lse, query, partial, gain,
+    out, lse, query, partials if several else partial, gain,
   )  # fmt: skip

@@ -22,6 +22,8 @@ def why_not(
   function: str, *args: Any, heads: int = 1, **options: Any
 ) -> str | None:
   """The reason why these arguments cannot run, or None."""
+  if any(isinstance(x, tuple) for x in args):
+    return "one partial sum at a time"
   if heads > tpu_rows.LANES:
     return f"at most {tpu_rows.LANES} heads, got {heads}"
   dtypes = {str(x.dtype) for x in jax.tree.leaves(args) if x.ndim}

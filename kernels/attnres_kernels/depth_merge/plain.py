@@ -11,6 +11,11 @@ that of the mixture (float32). A zero query, with which training starts, makes
 the error zero.
 """
 
+from collections.abc import Sequence
+import functools
+import operator
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -18,24 +23,27 @@ from attnres_kernels import heads as heads_lib
 
 
 def forward(
-  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array,
-  partial_TD: jax.Array, gain_D: jax.Array | None, *, eps: float,
-  norm_eps: float, heads: int = 1, rank: int | None = None,
+  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array, partial: Any,
+  gain_D: jax.Array | None, *, eps: float, norm_eps: float, heads: int = 1,
+  rank: int | None = None,
 ) -> jax.Array:  # fmt: skip
   """Returns the merged mixture, normalised if there is a gain.
 
   With several heads, log-normalisers, scores and weights are [..., H].
   """
   dtype = query_D.dtype
-  partial = partial_TD.astype(dtype)
-  score_T = _score(partial, query_D, eps, heads, rank)
-  out_weight_TD, partial_weight_TD = (
+  partials = [x.astype(dtype) for x in jax.tree.leaves(partial)]
+  scores = [_score(x, query_D, eps, heads, rank) for x in partials]
+  weights = (
     weight_T[..., None]
     if heads == 1
     else heads_lib.spread(weight_T, heads, out_TD.shape[-1])
-    for weight_T in two_weights(lse_T, score_T)
+    for weight_T in _softmax([lse_T, *scores])
   )
-  mixed_TD = out_weight_TD * out_TD.astype(dtype) + partial_weight_TD * partial
+  mixed_TD = functools.reduce(
+    operator.add,
+    (w * x for w, x in zip(weights, [out_TD.astype(dtype), *partials])),
+  )
   if gain_D is not None:
     mixed_TD *= _inverse_rms(mixed_TD, norm_eps)[..., None]
     mixed_TD *= _row(gain_D, mixed_TD)
@@ -50,6 +58,18 @@ def two_weights(
   Each is computed directly, so that the smaller one keeps its precision.
   """
   return jax.nn.sigmoid(lse_T - score_T), jax.nn.sigmoid(score_T - lse_T)
+
+
+def _softmax(scores: Sequence[jax.Array]) -> Sequence[jax.Array]:
+  """The same of the mixture and several; the first score may be infinite."""
+  if len(scores) == 2:
+    return two_weights(*scores)
+  other = lambda i, j: 1.0 if i == j else jnp.exp(scores[j] - scores[i])
+  each = range(len(scores))
+  return [
+    1 / functools.reduce(operator.add, (other(i, j) for j in each))
+    for i in each
+  ]
 
 
 def _score(

@@ -10,27 +10,34 @@ from attnres_kernels import dispatch
 
 
 def forward(
-  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array,
-  partial_TD: jax.Array, gain_D: jax.Array | None, *, eps: float,
-  norm_eps: float, heads: int = 1, rank: int | None = None,
+  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array, partial: Any,
+  gain_D: jax.Array | None, *, eps: float, norm_eps: float, heads: int = 1,
+  rank: int | None = None,
 ) -> jax.Array:  # fmt: skip
-  """Merges, and applies the next sublayer's pre-norm if there is a gain."""
-  dtype = dispatch.accumulator(out_TD, lse_T, query_D, partial_TD)
-  total_TD = partial_TD.astype(dtype)
-  key_TD = _rms_norm(total_TD if rank is None else total_TD[..., -rank:], eps)
-  product_TD = key_TD * _row(query_D, dtype, key_TD)
-  if heads == 1:
-    mixed_TD = _mix(out_TD.astype(dtype), lse_T, product_TD, total_TD)
-  else:
-    slices = (
-      jnp.split(x, heads, axis=-1)
-      for x in (out_TD.astype(dtype), product_TD, total_TD)
-    )
-    mixed = [
-      _mix(out, lse_T[..., h], product, total)
-      for h, (out, product, total) in enumerate(zip(*slices))
-    ]
-    mixed_TD = jnp.concatenate(mixed, axis=-1)
+  """Merges, and applies the next sublayer's pre-norm if there is a gain.
+
+  Several partial sums join one after the other.
+  """
+  partials = jax.tree.leaves(partial)
+  dtype = dispatch.accumulator(out_TD, lse_T, query_D, *partials)
+  mixed_TD = out_TD.astype(dtype)
+  for total_TD in (x.astype(dtype) for x in partials):
+    key_TD = _rms_norm(total_TD if rank is None else total_TD[..., -rank:], eps)
+    product_TD = key_TD * _row(query_D, dtype, key_TD)
+    if heads == 1:
+      mixed_TD, lse_T = _mix(mixed_TD, lse_T, product_TD, total_TD)
+    else:
+      slices = (
+        jnp.split(x, heads, axis=-1) for x in (mixed_TD, product_TD, total_TD)
+      )
+      mixed, lses = zip(
+        *(
+          _mix(out, lse_T[..., h], product, total)
+          for h, (out, product, total) in enumerate(zip(*slices))
+        )
+      )
+      mixed_TD = jnp.concatenate(mixed, axis=-1)
+      lse_T = jnp.stack(lses, axis=-1)
   if gain_D is not None:
     mixed_TD = _rms_norm(mixed_TD, norm_eps) * _row(gain_D, dtype, mixed_TD)
   return mixed_TD.astype(out_TD.dtype)
@@ -39,12 +46,14 @@ def forward(
 def _mix(
   out_TD: jax.Array, lse_T: jax.Array, product_TD: jax.Array,
   total_TD: jax.Array,
-) -> jax.Array:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+  """The mixture of both, and its log-normaliser."""
   score_T = jnp.sum(product_TD, axis=-1)
   # Both at once: a softmax over two log-weights, the mixture's and the score.
   out_weight_T = jax.nn.sigmoid(lse_T - score_T)[..., None]
   partial_weight_T = jax.nn.sigmoid(score_T - lse_T)[..., None]
-  return out_weight_T * out_TD + partial_weight_T * total_TD
+  mixed_TD = out_weight_T * out_TD + partial_weight_T * total_TD
+  return mixed_TD, jnp.logaddexp(lse_T, score_T)
 
 
 def _rms_norm(x_TD: jax.Array, eps: float) -> jax.Array:

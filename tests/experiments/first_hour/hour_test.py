@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resuming, errors, checks that can fail, and the command on a CPU."""
 
-import argparse
 import os
 import pathlib
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def go(monkeypatch, folder, calls):
   """The rows by task, after a run of these tasks."""
   made = [measure.Task("rates", name, call) for name, call in calls.items()]
   monkeypatch.setattr(measure, "tasks", lambda *_: made)
-  measure.run(folder, ["rates"], True)
+  measure.run(folder, ["rates"], True, time.monotonic() + 1e6)
   return {row["task"]: row for row in csv_rows.read(folder / "rows.csv")}
 
 
@@ -74,18 +74,21 @@ def test_the_task_at_which_a_process_died_has_failed(monkeypatch, tmp_path):
   assert "ended" in rows["b"]["reason"]
 
 
-def test_the_task_at_the_end_of_the_time_has_not_failed(
-  tmp_path, capsys, monkeypatch
-):
-  rows = [
-    measure.row(task, status=status) | {"task": task}
-    for task, status in (("a", measure.OK), ("b", measure.BEGUN))
-  ]
-  csv_rows.write(tmp_path / "rows.csv", rows)
-  options = argparse.Namespace(parts="checks", platform="cpu")
-  run.supervise(tmp_path, options, end=0.0)
-  assert "to continue\n1 rows, 0 failed" in capsys.readouterr().out
-  assert [row["task"] for row in csv_rows.read(tmp_path / "rows.csv")] == ["a"]
+def test_the_task_at_the_end_of_the_time_has_not_failed(monkeypatch, tmp_path):
+  def dies():
+    raise KeyboardInterrupt
+
+  made = [measure.Task("rates", "a", one()), measure.Task("rates", "b", dies)]
+  monkeypatch.setattr(measure, "tasks", lambda *_: made)
+  with pytest.raises(KeyboardInterrupt):
+    measure.run(tmp_path, ["rates"], True, time.monotonic() + 100)
+  rows = csv_rows.read(tmp_path / "rows.csv")
+  assert [row["status"] for row in rows] == [measure.OK, measure.CUT]
+  # No time at all: it is left, and has no row.
+  rows, left = measure.run(tmp_path, ["rates"], True, 0.0)
+  assert [row["task"] for row in rows] == ["a"] and left == 1
+  assert csv_rows.read(tmp_path / "rows.csv") == rows
+  assert "b" in go(monkeypatch, tmp_path, {"a": one(), "b": one()})
 
 
 @pytest.mark.parametrize("name", measure.SAME)
@@ -207,7 +210,7 @@ def test_pytorch_agrees():
   exact = problems.results(
     problem, "reference", *arguments[:-1], 0 * arguments[-1]
   )
-  read = peers.load("torch.compile", operator.short.width)
+  read = peers.PEERS["torch.compile"](operator.short.width)
   _, results = peers.program(read, problem.arrays, arguments[-2])
   out, *gradients = results()
   wanted = [exact["result 0"], *(exact[f"d{n}"] for n in problem.names)]
@@ -217,7 +220,7 @@ def test_pytorch_agrees():
 
 def test_a_missing_peer_is_a_row(monkeypatch):
   def missing(width):
-    raise peers.NotHere("no such package")
+    raise ImportError("no such package")
 
   monkeypatch.setattr(peers, "PEERS", {"peer": missing})
   fixed = timing.Seconds(1.0, 1.0, 1.0)

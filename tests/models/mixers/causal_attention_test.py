@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in tiles against all pairs, and fused kernels against tiles."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -228,9 +230,9 @@ def test_compiles_for_tpu(slice_name, dtype):
   [
     ("splash", "float32", None, "runs on tpu, and this .* lowered for cpu"),
     ("splash", "float16", None, "takes bfloat16 and float32, not float16"),
-    ("cudnn", "bfloat16", jnp.ones((2, 6), jnp.int32), "no segment ids"),
+    ("cudnn", "bfloat16", jnp.ones((2, 6), jnp.int32), "cuDNN|Hopper"),
     ("cudnn", "float32", None, "takes bfloat16 and float16, not float32"),
-    ("cudnn", "bfloat16", None, "cuDNN"),
+    ("cudnn", "bfloat16", None, "cuDNN|this .* lowered for cpu"),
   ],
 )
 def test_a_named_kernel_that_cannot_run_says_so(
@@ -262,6 +264,56 @@ def test_cudnn_is_asked_where_it_is_there(kernel, monkeypatch):
     found = jax.jit(lambda *a: _all(kernel, None, *a))(*arrays)
   jax.clear_caches()
   assert set(calls) == {"cudnn"}
+  for a, b in zip(_widened(found), _widened(expected)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())
+
+
+def test_documents_of_packed_rows():
+  ids = jnp.asarray([[3, 3, 3, 1, 1, 0], [2, 2, 2, 2, 2, 2]], jnp.int32)
+  lengths, starts, fit = causal_attention.documents(ids, 3)
+  assert lengths.tolist() == [[3, 2, 1], [6, -1, -1]]
+  assert starts.tolist() == [[0, 3, 5, -1], [0, -1, -1, -1]] and fit
+  lengths, _, fit = causal_attention.documents(ids, 2)
+  assert lengths.tolist() == [[3, 2], [6, -1]] and not fit
+  assert lengths.dtype == starts.dtype == jnp.int32
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("most", [2, 1])
+def test_packed_documents_go_to_cudnn(most, monkeypatch):
+  """With the definition in its place; rows of more documents do not."""
+  cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+  results = []
+
+  def attend(
+    query, key, value, bias, mask, lengths, _, starts, __, *, scale, mask_type
+  ):
+    assert bias is mask is None and mask_type == cudnn.MaskType.CAUSAL
+    at = jnp.arange(query.shape[1])[None, None]
+    after = at >= starts[:, :-1, None]
+    inside = after & (at < (starts[:, :-1] + lengths)[..., None])
+    inside &= lengths[..., None] > 0
+    same = jnp.any(inside[..., None] & inside[:, :, None], axis=1)
+    seen = (same & (at[0, :, :, None] >= at))[:, None]
+    logits = jnp.einsum("BTNH,BSNH->BNTS", query, key)
+    logits = jnp.where(seen, scale * logits.astype(jnp.float32), -jnp.inf)
+    weights = jax.nn.softmax(logits).astype(value.dtype)
+    out = jnp.einsum("BNTS,BSNH->BTNH", weights, value)
+    jax.debug.callback(lambda: results.append(1))
+    return out
+
+  segments = _thirds(9)
+  arrays = _inputs(9, 2, 2, 24, 16, "bfloat16")
+  expected = _all("tiled", segments, *arrays)
+  monkeypatch.setattr(cudnn, "dot_product_attention", attend)
+  monkeypatch.setattr(causal_attention, "_DOCUMENTS", most)
+  on_cpu = causal_attention.KERNELS["cudnn"]._replace(platform="cpu")
+  monkeypatch.setitem(causal_attention.KERNELS, "cudnn", on_cpu)
+  jax.clear_caches()
+  found = jax.jit(lambda *a: _all("cudnn", segments, *a))(*arrays)
+  jax.effects_barrier()
+  jax.clear_caches()
+  assert bool(results) == (most == 2)
   for a, b in zip(_widened(found), _widened(expected)):
     np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())
 

@@ -42,6 +42,34 @@ def test_workers_take_the_runs_of_the_launch(capsys):
   assert "--only=^a" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+  "name,gpus,nodes", [("h100-8", "H100:8", None), ("h200-4x8", "H200:8", 4)]
+)
+def test_gpus(capsys, name, gpus, nodes):
+  text = launch(capsys, slice=name, region="us-east-1").partition("# ")[0]
+  task = yaml.safe_load(text)
+  assert task["resources"]["accelerators"] == gpus
+  assert task["resources"]["infra"] == "*/us-east-1"
+  assert "accelerator_args" not in task["resources"]
+  assert task.get("num_nodes") == nodes
+  assert "attnres-jax[cuda,gcs]" in task["setup"]
+  several = '--process_id="$SKYPILOT_NODE_RANK"' in task["run"]
+  assert several == ("--distributed" in task["run"]) == (nodes is not None)
+
+
+@pytest.mark.parametrize(
+  "settings,words",
+  [
+    ({"slice": "h100-3"}, "slice: got 'h100-3', expected 1, 2, 4 or 8"),
+    ({"slice": "h100-8", "runtime": "v2"}, "no such setting with h100-8"),
+    ({"slice": "x-8"}, "got 'x', expected one of .*h100"),
+  ],
+)
+def test_wrong_slices(capsys, settings, words):
+  with pytest.raises(config_lib.ConfigError, match=words):
+    launch(capsys, **settings)
+
+
 @pytest.mark.needs("skypilot")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
@@ -50,6 +78,7 @@ def test_workers_take_the_runs_of_the_launch(capsys):
     {},
     {"slice": "v5e-8", "spot": "false", "region": "us-central1"},
     {"slice": "v5p-128", "max_restarts": "0", "runtime": "v2-alpha-tpuv5"},
+    {"slice": "h100-2x8", "region": "us-east-1"},
   ],
 )
 def test_the_task_is_what_skypilot_reads(capsys, tmp_path, settings):
@@ -61,7 +90,9 @@ def test_the_task_is_what_skypilot_reads(capsys, tmp_path, settings):
   (resources,) = task.resources
   assert resources.use_spot == (settings.get("spot") != "false")
   (name,) = resources.accelerators
-  assert name.startswith("tpu-v") and resources.accelerators[name] == 1
+  tpu = not settings.get("slice", "v").startswith("h")
+  assert name.startswith("tpu-v" if tpu else "H100")
+  assert resources.accelerators[name] == (1 if tpu else 8)
   recovery = resources.job_recovery
   assert recovery["max_restarts_on_errors"] == int(
     settings.get("max_restarts", 3)
@@ -70,6 +101,6 @@ def test_the_task_is_what_skypilot_reads(capsys, tmp_path, settings):
   assert codes == [exits.Exit.STOPPED]
   assert not {exits.Exit.NEVER, exits.Exit.DIVERGED} & set(codes)
   assert "attnres_jax.sweep.worker" in task.run and FOLDER in task.run
-  assert "attnres-jax[tpu,gcs]" in task.setup
+  assert f"attnres-jax[{'tpu' if tpu else 'cuda'},gcs]" in task.setup
   # It keeps every field.
   assert task.to_yaml_config()["run"] == yaml.safe_load(file.read_text())["run"]
