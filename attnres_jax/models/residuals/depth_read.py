@@ -328,7 +328,7 @@ class DepthAttention(base.Residual):
       slot.out_BTD, slot.lse_BT, slot.query_D, sources, rank=self._rank
     ):
       merge = functools.partial(depth_merge, eps=self.eps, rank=self._rank)
-      return each(slot, lambda one: merge(one, sources, norm))
+      return each(slot, lambda part: merge(part, sources, norm))
 
     def merged(part: Slot) -> jax.Array:
       out_QBTD, lse_QBT = depth_attention(
