@@ -16,7 +16,7 @@ def _mesh(kind, platform):
   return jax.sharding.AbstractMesh((), (), abstract_device=device)
 
 
-def _traced(mesh):
+def _program_of(mesh):
   """What is traced for a mesh: names of functions."""
   names = []
 
@@ -52,13 +52,13 @@ def test_only_the_platform_of_the_mesh_is_traced(platform, names):
   mesh = jax.sharding.AbstractMesh((), ())
   if platform:
     mesh = _mesh("any", platform)
-  assert sorted(_traced(mesh)[0]) == sorted(names)
+  assert sorted(_program_of(mesh)[0]) == sorted(names)
 
 
 def test_without_a_mesh_the_lowering_decides():
   for platform, constant in (("tpu", "2.0"), ("cpu", "1.0")):
     mesh = jax.sharding.AbstractMesh((), ())
-    _, program = _traced(mesh)
+    _, program = _program_of(mesh)
     text = program.lower(lowering_platforms=(platform,)).as_text()
     assert f"dense<{constant}" in text
     assert text.count("stablehlo.add") == 1

@@ -61,7 +61,7 @@ class TestValuesAndGradients:
   def test_depth_attention(self, queries, options):
     query, bank = _query(queries, options), _draw(3, 2, WIDTH)
     out_, lse_ = _by_loops(query, bank, **options)
-    found = []
+    results = []
     for implementation in ("reference", None):
       f = functools.partial(
         depth_attention, eps=EPS, implementation=implementation, **options
@@ -70,8 +70,8 @@ class TestValuesAndGradients:
       np.testing.assert_allclose(out, out_, atol=1e-12)
       np.testing.assert_allclose(lse, lse_.reshape(lse.shape), atol=1e-12)
       dout, dlse = _draw(*out.shape, seed=2), _draw(*lse.shape, seed=3)
-      found.append(jax.tree.leaves(vjp((dout, dlse))))
-    for a, b in zip(*found, strict=True):
+      results.append(jax.tree.leaves(vjp((dout, dlse))))
+    for a, b in zip(*results, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-12)
 
   @tiers.parametrize("options", OPTIONS[1:], ids=str)
@@ -82,10 +82,10 @@ class TestValuesAndGradients:
     rank = options.get("rank")
     phase_1 = functools.partial(depth_attention, eps=EPS, **options)
     (out,), (lse,) = phase_1(query, tuple(bank[:2]))
-    wanted, lse_ = _by_loops(query, bank, **options)
+    expected, lse_ = _by_loops(query, bank, **options)
     (out_b,), (lse_b,) = phase_1(query, tuple(bank[2:]))
     joined, total = combine_mixtures(out, lse, out_b, lse_b)
-    np.testing.assert_allclose(joined, wanted[0], atol=1e-12)
+    np.testing.assert_allclose(joined, expected[0], atol=1e-12)
     np.testing.assert_allclose(total, lse_[0].reshape(total.shape), atol=1e-12)
 
     def both(implementation, out, lse, query, partial, gain):
@@ -95,16 +95,16 @@ class TestValuesAndGradients:
         depth_merge_norm(out, lse, query, partial, gain, **fixed),
       )
 
-    found = []
+    every = []
     arguments = out, lse, query[0], bank[2], gain
     for implementation in ("reference", None):
       results, vjp = _pulled(
         functools.partial(both, implementation), *arguments
       )
-      np.testing.assert_allclose(results[0], wanted[0], atol=1e-12)
+      np.testing.assert_allclose(results[0], expected[0], atol=1e-12)
       cotangents = tuple(_draw(*r.shape, seed=6) for r in results)
-      found.append([*results, *vjp(cotangents)])
-    for a, b in zip(*found, strict=True):
+      every.append([*results, *vjp(cotangents)])
+    for a, b in zip(*every, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-12)
 
   @pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
@@ -141,11 +141,11 @@ def test_one_head_is_the_same_bit_by_bit(implementation):
     joined, total = combine_mixtures(out[0], lse[0], out[1], lse[1])
     return out, merged, joined, jnp.ravel(total)
 
-  found = []
+  every = []
   for options in ({}, {"heads": 1}, {"rank": 24}):
     with dispatch.interpreted():
       results, vjp = _pulled(functools.partial(run, options), query, bank)
-      found.append([*results, *vjp(jax.tree.map(jnp.ones_like, results))])
-  for other in found[1:]:
-    for a, b in zip(found[0], other, strict=True):
+      every.append([*results, *vjp(jax.tree.map(jnp.ones_like, results))])
+  for other in every[1:]:
+    for a, b in zip(every[0], other, strict=True):
       np.testing.assert_array_equal(a, b)

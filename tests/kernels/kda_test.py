@@ -96,8 +96,8 @@ def value_and_gradients(f, arguments, cotangents):
   return (*values, *vjp(cotangents))
 
 
-def assert_all_close(actual, wanted, tolerance):
-  for name, a, b in zip(NAMES, actual, wanted):
+def assert_all_close(actual, expected, tolerance):
+  for name, a, b in zip(NAMES, actual, expected):
     scale = np.abs(b).max() + 1e-30
     np.testing.assert_allclose(
       a / scale, b / scale, atol=tolerance, rtol=0, err_msg=name
@@ -124,13 +124,13 @@ class TestValues:
       arguments, cotangents = make(4, 2, length, 2, 3, 5, "float64")
       ids = segments(5, 2, length, 5) if packed else None
       f = functools.partial(run, arguments=arguments, cotangents=cotangents)
-      wanted = f("reference", segment_ids=ids)
+      expected = f("reference", segment_ids=ids)
       # The recurrence is differentiated by autodiff, so check its values.
       o_, state_ = oracle(*arguments, ids)
-      np.testing.assert_allclose(wanted[0], o_, atol=1e-12)
-      np.testing.assert_allclose(wanted[1], state_, atol=1e-12)
+      np.testing.assert_allclose(expected[0], o_, atol=1e-12)
+      np.testing.assert_allclose(expected[1], state_, atol=1e-12)
       actual = f("xla", segment_ids=ids, chunk_size=chunk_size)
-      assert_all_close(actual, wanted, 1e-10)
+      assert_all_close(actual, expected, 1e-10)
 
   @tiers.parametrize("dtype", ["float32", "bfloat16"], first=["bfloat16"])
   def test_gradients_in_low_precision(self, dtype):
@@ -142,13 +142,13 @@ class TestValues:
     ids = jnp.asarray([ids, np.zeros_like(ids)][:batch])
     given = arguments, cotangents
     wide = jax.tree.map(lambda x: x.astype("float32"), given)
-    wanted = run("reference", *wide, segment_ids=ids)
+    exact = run("reference", *wide, segment_ids=ids)
     plain = run("xla", *given, segment_ids=ids, chunk_size=16)
     with dispatch.interpreted():
       kernel = run("pallas_tpu", *given, segment_ids=ids, chunk_size=16)
     limit = 2e-6 if dtype == "float32" else 1e-2
     assert (plain[0].dtype, plain[1].dtype) == (dtype, jnp.float32)
-    for name, a, b, c in zip(NAMES, kernel, plain, wanted):
+    for name, a, b, c in zip(NAMES, kernel, plain, exact):
       assert a.dtype == b.dtype, name
       assert compare.error(b, c) < limit, name
       assert compare.error(a, c) < limit, name
@@ -175,9 +175,9 @@ class TestValues:
     plain = run("xla", *given, chunk_size=chunk_size)
     wide = jax.tree.map(np.float64, given)
     with jax.enable_x64(True):
-      wanted = run("xla", *wide, chunk_size=chunk_size)
+      expected = run("xla", *wide, chunk_size=chunk_size)
     limit = 2e-6 if dtype == "float32" else 0
-    for name, a, b, c in zip(NAMES, kernel, plain, wanted):
+    for name, a, b, c in zip(NAMES, kernel, plain, expected):
       # Or no worse than plain JAX with the same operands.
       assert compare.error(a, c) < max(limit, 1.3 * compare.error(b, c)), name
 
@@ -270,10 +270,10 @@ class TestTransform:
   def test_platform_is_chosen_under_a_gradient(self):
     # Widths that the TPU kernels accept: both are traced, one is lowered.
     arguments, cotangents = make(37, 1, 20, 1, 128, 128)
-    actual, wanted = (
+    actual, expected = (
       run(name, arguments, cotangents, chunk_size=16) for name in (None, "xla")
     )
-    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
   @pytest.mark.more
   def test_sharded_batch_needs_no_collective(self):
@@ -283,7 +283,7 @@ class TestTransform:
     batch = jax.sharding.PartitionSpec("data")
     arguments, cotangents = make(32, 4, 6, 2, 4, 3)
     f = functools.partial(run, None, chunk_size=4)
-    wanted = f(arguments, cotangents)
+    expected = f(arguments, cotangents)
     sharding = jax.sharding.NamedSharding(mesh, batch)
     f = jax.jit(f, in_shardings=sharding, out_shardings=sharding)
     text = f.lower(arguments, cotangents).compile().as_text()
@@ -292,29 +292,29 @@ class TestTransform:
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
       f(arguments, cotangents),
-      wanted,
+      expected,
     )
 
   @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
   def test_nothing_is_saved_but_the_arguments(self, dtype):
     arguments, _ = make(33, 1, 64, 1, 8, 8, dtype)
-    kept = jaxprs.saved(functools.partial(call, "xla"), *arguments)
-    assert kept == []
+    saved = jaxprs.saved(functools.partial(call, "xla"), *arguments)
+    assert saved == []
     # The recurrence does keep a state per token, so the count can see one.
-    kept = jaxprs.saved(functools.partial(call, "reference"), *arguments)
-    assert max(x.size for x in kept) >= 64 * 8 * 8
+    saved = jaxprs.saved(functools.partial(call, "reference"), *arguments)
+    assert max(x.size for x in saved) >= 64 * 8 * 8
 
   def test_kernels_save_what_they_are_told(self):
     arguments, _ = make(38, 1, 64, 2, 128, 128, "bfloat16")
 
-    def kept(save):
+    def saved_by(save):
       f = functools.partial(call, "pallas_tpu", chunk_size=32, save=save)
       with dispatch.interpreted():
         return sorted(x.shape for x in jaxprs.saved(f, *arguments))
 
-    assert kept("arguments") == []
+    assert saved_by("arguments") == []
     squares = [(1, 1, 2, 32, 64)] * 3
-    assert kept("chunks") == [*squares, (1, 2, 2, 128, 128), (1, 64, 256)]
+    assert saved_by("chunks") == [*squares, (1, 2, 2, 128, 128), (1, 64, 256)]
 
   def test_no_program_holds_a_state_per_token(self):
     length, width = 64, 8

@@ -55,26 +55,26 @@ def test_compiles(name, shape, dtype, chip):
 def test_vmap_and_remat_change_nothing(name):
   """Two problems at once, each with its forward pass computed again."""
   operator = problems.OPERATORS[name]
-  one, other = (
+  problem, other = (
     operator.build(operator.short, "float32", problems.draws(seed))
     for seed in (0, 1)
   )
 
   def again(implementation, *arrays):
-    function = functools.partial(one.function, implementation)
+    function = functools.partial(problem.function, implementation)
     return jax.checkpoint(function)(*arrays)
 
   def run(problem, *arrays):
     return problems.results(problem, "pallas_tpu", *arrays)
 
-  recomputed = functools.partial(run, one._replace(function=again))
+  recomputed = functools.partial(run, problem._replace(function=again))
   with dispatch.interpreted():
-    call = jax.jit(functools.partial(run, one))
-    given = [problems.arguments(problem) for problem in (one, other)]
-    wanted = [call(*arguments) for arguments in given]
+    call = jax.jit(functools.partial(run, problem))
+    given = [problems.arguments(problem) for problem in (problem, other)]
+    expected = [call(*arguments) for arguments in given]
     both = map(jnp.stack, zip(*given))
-    found = jax.jit(jax.vmap(recomputed))(*both)
-  compare.trees(found, jax.tree.map(lambda *a: np.stack(a), *wanted), 1e-5)
+    actual = jax.jit(jax.vmap(recomputed))(*both)
+  compare.trees(actual, jax.tree.map(lambda *a: np.stack(a), *expected), 1e-5)
 
 
 def _heads(*sizes, heads=1, rank=None, dtype="bfloat16"):
@@ -112,14 +112,14 @@ def test_kernels_round_as_plain_jax_does(name, shape, dtype):
     call = functools.partial(problems.results, problem, implementation)
     return jax.tree.leaves(jax.jit(call)(*arguments))
 
-  wanted = run("reference", [x.astype("float32") for x in arguments])
+  exacts = run("reference", [x.astype("float32") for x in arguments])
   plain = run("xla")
   with dispatch.interpreted():
-    found = run("pallas_tpu")
-  for one, other, exact in zip(found, plain, wanted, strict=True):
-    assert one.dtype == other.dtype
+    kernel = run("pallas_tpu")
+  for a, other, exact in zip(kernel, plain, exacts, strict=True):
+    assert a.dtype == other.dtype
     allowed = 1.2 * compare.error(other, exact) if dtype == "bfloat16" else 0
-    assert compare.error(one, exact) < max(5e-6, allowed)
+    assert compare.error(a, exact) < max(5e-6, allowed)
 
 
 def _merges(rank, implementation, out, lse, query, partial, gain):

@@ -55,8 +55,8 @@ def run(implementation, x, gain, dy, eps=EPS):
 def test_values_and_gradients(implementation, shape):
   """Rows that do not fill a tile, and columns that do not fill registers."""
   arrays = make(shape, "float32")
-  found = run(implementation, *arrays)
-  for a, b in zip(found, oracle(*arrays), strict=True):
+  actual = run(implementation, *arrays)
+  for a, b in zip(actual, oracle(*arrays), strict=True):
     assert a.dtype == jnp.float32
     np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
 
@@ -64,13 +64,13 @@ def test_values_and_gradients(implementation, shape):
 @pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
 def test_bfloat16_is_rounded_once(implementation):
   arrays = make((40, 256), "bfloat16")
-  found = run(implementation, *arrays)
+  actual = run(implementation, *arrays)
   expected = oracle(*arrays)
-  assert [str(a.dtype) for a in found] == ["bfloat16", "bfloat16", "float32"]
-  for a, b in zip(found[:2], expected[:2]):
+  assert [str(a.dtype) for a in actual] == ["bfloat16", "bfloat16", "float32"]
+  for a, b in zip(actual[:2], expected[:2]):
     a = np.asarray(a, np.float64)
     np.testing.assert_allclose(a, b, rtol=2.0**-8, atol=1e-5)
-  np.testing.assert_allclose(found[2], expected[2], rtol=0, atol=1e-5)
+  np.testing.assert_allclose(actual[2], expected[2], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
@@ -87,12 +87,12 @@ def test_gated_heads(implementation, tokens):
     return y, *pull(dy)
 
   with dispatch.interpreted():
-    found = f(x, gain, gate, dy)
+    actual = f(x, gain, gate, dy)
   open_ = 1 / (1 + np.exp(-np.asarray(gate, np.float64)))
   dnormed = open_ * np.asarray(dy, np.float64)
   normed, dx, dgain = oracle(x, gain, dnormed)
   dgate = normed * np.asarray(dy, np.float64) * open_ * (1 - open_)
-  for a, b in zip(found, (open_ * normed, dx, dgain, dgate), strict=True):
+  for a, b in zip(actual, (open_ * normed, dx, dgain, dgate), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
 
 
@@ -100,16 +100,16 @@ def test_gated_heads(implementation, tokens):
 def test_no_eps(implementation):
   """Rows of padding, which are zero, add nothing to the gain's gradient."""
   arrays = make((5, 130), "float32")
-  found = run(implementation, *arrays, eps=0.0)
-  for a, b in zip(found, oracle(*arrays, eps=0.0), strict=True):
+  actual = run(implementation, *arrays, eps=0.0)
+  for a, b in zip(actual, oracle(*arrays, eps=0.0), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
 
 
 def test_float64():
   with jax.enable_x64(True):
     x, gain, dy = (jnp.asarray(a, jnp.float64) for a in make((3, 7), "float32"))
-    found = run(None, x, gain, dy)
-    for a, b in zip(found, oracle(x, gain, dy), strict=True):
+    actual = run(None, x, gain, dy)
+    for a, b in zip(actual, oracle(x, gain, dy), strict=True):
       np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
 
 

@@ -79,11 +79,11 @@ def test_kernel(unit, packed, width, dtype, monkeypatch):
   x, taps, dy, ids = make(48, dtype, width=width)
   arguments = x, taps, dy, ids if packed else None
   with dispatch.interpreted():
-    found = both("pallas_tpu", unit, *arguments)
+    kernel = both("pallas_tpu", unit, *arguments)
   exact = both("xla", unit, x.astype("float32"), taps, dy.astype("float32"),
                arguments[3])  # fmt: skip
   plain = both("xla", unit, *arguments)
-  for a, b, c in zip(found, plain, exact):
+  for a, b, c in zip(kernel, plain, exact):
     assert a.dtype == b.dtype and a.shape == b.shape
     error = lambda a, c=c: np.abs(np.float64(a) - np.float64(c)).max()
     assert error(a) <= 1.5 * error(b) + 2e-6 * (1 + np.abs(c).max())

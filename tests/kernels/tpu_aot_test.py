@@ -164,8 +164,8 @@ class TestHeadsAndRank:
           for f in programs
         ]
       )
-    for one, several in zip(*moved, strict=True):
-      assert one < several <= 1.1 * one
+    for single, several in zip(*moved, strict=True):
+      assert single < several <= 1.1 * single
 
 
 @pytest.mark.slow

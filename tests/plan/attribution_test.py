@@ -58,9 +58,9 @@ SMALL, LARGE = 2 * 4 * 6, 4 * 4 * 8
 
 
 def test_parts_of_a_program():
-  found = attribution.costs(hlo.Program(TEXT))
+  costs = attribution.costs(hlo.Program(TEXT))
   product = 2 * 4 * 6 * 8
-  assert found == {
+  assert costs == {
     "kda": attribution.Cost(5 * (3 * SMALL + LARGE), 5 * product),
     # The copy to the core, the kernel's result, and both sides of the transfer.
     "moe": attribution.Cost(
@@ -103,8 +103,8 @@ def test_scopes_survive_transformations():
     line.partition('op_name="')[2].partition('"')[0]
     for line in lowered.compile().as_text().splitlines()
   ]
-  found = {(name.rsplit("/", 1)[-1], scopes.of_name(name)) for name in names}
+  parts = {(name.rsplit("/", 1)[-1], scopes.of_name(name)) for name in names}
   for primitive, part in (
     ("dot_general", "kda"), ("tanh", "kda"), ("cos", "residual"),
   ):  # fmt: skip
-    assert {p for n, p in found if n == primitive} == {part}
+    assert {p for n, p in parts if n == primitive} == {part}

@@ -27,15 +27,15 @@ def misuses(program: hlo.Program, model, shards: int) -> list[str]:
   }
   lines = []
   for name in program.runs:
-    for one in program.computations[name].values():
-      for array in one.arrays:
+    for op in program.computations[name].values():
+      for array in op.arrays:
         size = math.prod(array.dims)
-        moves = one.op == "copy" and array.in_hbm and name not in program.fused
+        moves = op.op == "copy" and array.in_hbm and name not in program.fused
         if moves and size in sizes:
-          lines.append(f"{one.name}: copy of {array}")
+          lines.append(f"{op.name}: copy of {array}")
         is_wide = array.dtype == "f32" and model.width in array.dims
-        if one.op == "scatter" and is_wide and "part<moe>" in one.op_name:
-          lines.append(f"{one.name}: scatter to {array}")
+        if op.op == "scatter" and is_wide and "part<moe>" in op.op_name:
+          lines.append(f"{op.name}: scatter to {array}")
   return lines
 
 

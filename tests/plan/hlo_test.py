@@ -194,10 +194,10 @@ ENTRY %main (x: bf16[1,4,6], y: bf16[4,6], j: s32[]) -> bf16[2,4,6] {
   ROOT %less = bf16[1,4,6]{2,1,0:T(8,128)} slice(%cut), slice={[0:1], [0:4], [0:6]}
 }
 """  # noqa: E501
-  one = 2 * 4 * 6
-  updates = 3 * (one + one)
-  both = 2 * one + 2 * one + 8 * one + 8 * one
-  assert hlo.Program(text).hbm_bytes() == updates + both + (one + one)
+  array = 2 * 4 * 6
+  updates = 3 * (array + array)
+  both = 2 * array + 2 * array + 8 * array + 8 * array
+  assert hlo.Program(text).hbm_bytes() == updates + both + (array + array)
 
 
 def test_traffic_of_scatters_in_place():
@@ -278,13 +278,13 @@ ENTRY %main (x: bf16[8,4,6]) -> bf16[8,4,6] {
   ROOT %there = bf16[8,4,6]{2,1,0:T(8,128)} copy-done(%out)
 }
 """  # noqa: E501
-  one = 2 * 4 * 6
-  assert hlo.Program(text).hbm_bytes() == 8 * one + 2 * one + 8 * one
+  array = 2 * 4 * 6
+  assert hlo.Program(text).hbm_bytes() == 8 * array + 2 * array + 8 * array
 
 
 def test_collectives():
-  found = sorted(hlo.Program(TEXT).collectives(), key=lambda one: one.kind)
-  gather, reduce = found
+  ops = sorted(hlo.Program(TEXT).collectives(), key=lambda op: op.kind)
+  gather, reduce = ops
   assert (reduce.kind, reduce.count, reduce.in_loop) == ("all-reduce", 5, True)
   assert reduce.sent_bytes == 4 * 4 * 8  # twice, half of it
   assert hlo.axes_of(reduce.group, MESH) == "tensor"
@@ -349,17 +349,17 @@ ENTRY %main (l: bf16[4,6], m: f32[8,6]) -> f32[4,6] {
 
 
 def test_pieces_of_one_collective_and_what_they_overlap_with():
-  found = hlo.Program(OVERLAPPED).collectives()
-  assert [(c.kind, c.overlapped, c.sent_bytes) for c in found] == [
+  ops = hlo.Program(OVERLAPPED).collectives()
+  assert [(c.kind, c.overlapped, c.sent_bytes) for c in ops] == [
     ("all-gather", True, 2 * 4 * 6),
     ("collective-permute", False, 2 * 4 * 6),
     ("collective-permute", True, 2 * 4 * 6),
     ("reduce-scatter", False, 4 * 8 * 6 / 2),
     ("reduce-scatter", False, 4 * 8 * 6 / 2),
   ]
-  assert [str(c.arrays[0]) for c in found][::4] == ["bf16[4,6]", "f32[8,6]"]
+  assert [str(c.arrays[0]) for c in ops][::4] == ["bf16[4,6]", "f32[8,6]"]
   plain = hlo.Program(TEXT).collectives()
-  assert not any(one.overlapped for one in plain)
+  assert not any(op.overlapped for op in plain)
 
 
 @pytest.mark.parametrize(("op", "expected"), [("conditional", 1), ("add", 0)])
@@ -373,13 +373,13 @@ ENTRY %main (l: bf16[4,6], c: s32[]) -> bf16[4,6] {{
   ROOT %q = bf16[4,6]{{1,0:T(8,128)}} collective-permute-done(%p)
 }}
 """  # noqa: E501
-  (found,) = hlo.Program(text).collectives()
-  assert found.overlapped == expected
+  (sent,) = hlo.Program(text).collectives()
+  assert sent.overlapped == expected
 
 
 def test_largest_arrays():
-  found = hlo.Program(OVERLAPPED).largest(3)
-  named = [(str(array), source) for array, source in found]
+  arrays = hlo.Program(OVERLAPPED).largest(3)
+  named = [(str(array), source) for array, source in arrays]
   # Each shape once per operation; arguments are not computed.
   assert named == [("bf16[8,6]", ""), ("f32[4,6]", "halves")]
   (largest, _), *_ = hlo.Program(TEXT).largest(1)
@@ -387,8 +387,8 @@ def test_largest_arrays():
 
 
 def test_what_moves_most_is_summed_over_its_runs():
-  found = hlo.Program(TEXT).busiest(3)
-  assert found == [
+  moves = hlo.Program(TEXT).busiest(3)
+  assert moves == [
     (5 * 2 * 4 * 4 * 8, 5, "f32[4,8]", "all-reduce"),
     (5 * (2 * 4 * 6 + 4 * 4 * 8) + 2 * 4 * 6 + 2 * 6 * 8 + 4 * 4 * 8, 6,
      "f32[4,8]", "fusion"),
@@ -424,8 +424,8 @@ def test_operations_have_one_name_in_all_loops_and_branches():
 )
 def test_every_way_to_write_groups(groups, axes):
   text = TEXT.replace("replica_groups=[4,2]<=[8]", groups)
-  one = [c for c in hlo.Program(text).collectives() if c.count == 5][0]
-  assert hlo.axes_of(one.group, MESH) == axes
+  op = [c for c in hlo.Program(text).collectives() if c.count == 5][0]
+  assert hlo.axes_of(op.group, MESH) == axes
 
 
 # With libtpu, the same for programs with known numbers.
@@ -476,15 +476,15 @@ def test_what_is_sent_in_a_loop_and_after_it():
     return jax.lax.all_gather(x, "fsdp")
 
   program = _program(body, (1024, 256), in_specs=(P(),))
-  found = {
+  sent = {
     (c.kind, hlo.axes_of(c.group, _mesh().shape), c.in_loop): c
     for c in program.collectives()
   }
-  reduce = found["all-reduce", "tensor", True]
+  reduce = sent["all-reduce", "tensor", True]
   assert reduce.count == 5
   # The compiler may reduce in float32.
   assert reduce.sent_bytes in (2 * 1024 * 256, 4 * 1024 * 256)
-  gather = found["all-gather", "fsdp", False]
+  gather = sent["all-gather", "fsdp", False]
   assert (gather.count, gather.sent_bytes) == (1, 2 * 1024 * 256)
 
 

@@ -39,38 +39,38 @@ def test_sublayers_by_hand():
   vectors = 5 * TOKENS * model.width * 2
   gain = 3 * 4 * model.width
   weights = 2 * 2 * count + (4 + 2) * count + 4 * count
-  found = least.of_parts(program)["mlp"]
-  assert found.moved_bytes == 2 * (vectors + weights + gain)
-  assert found.flops == 3 * 2 * count * 2 * TOKENS
+  needs = least.of_parts(program)["mlp"]
+  assert needs.moved_bytes == 2 * (vectors + weights + gain)
+  assert needs.flops == 3 * 2 * count * 2 * TOKENS
 
 
 def test_flops_are_those_of_the_model():
   model = _program().config.model
-  found = least.of_parts(_program())
+  needs = least.of_parts(_program())
   per_token = flops.flops_per_token(model, 256)
-  total = sum(one.flops or 0.0 for one in found.values())
+  total = sum(part.flops or 0.0 for part in needs.values())
   assert total == pytest.approx(per_token.train * TOKENS)
   # Checkpointing repeats the forward pass, except for the head.
   again = least.of_parts(_program(**{"model.remat": "full"}))
-  more = sum(one.flops or 0.0 for one in again.values()) - total
+  more = sum(part.flops or 0.0 for part in again.values()) - total
   assert more == pytest.approx((per_token.forward - per_token.head) * TOKENS)
-  assert again["mlp"].moved_bytes > found["mlp"].moved_bytes
+  assert again["mlp"].moved_bytes > needs["mlp"].moved_bytes
   # Muon multiplies matrices, AdamW does not.
-  assert found["optimiser"].flops == 0
+  assert needs["optimiser"].flops == 0
   muon = least.of_parts(_program(**{"optim.name": "muon"}))
   assert muon["optimiser"].flops > 0
 
 
 def test_microbatches_read_weights_again_and_add_gradients():
-  one, four = (
+  single, four = (
     least.of_parts(_program(**{"optim.accumulate_steps": n})) for n in (1, 4)
   )
   total = parameters.of_parts(_program().config.model)
   added = sum(n.total for part, n in total.items() if part != "embedding")
-  assert one["accumulation"].moved_bytes == 0
+  assert single["accumulation"].moved_bytes == 0
   assert four["accumulation"].moved_bytes == 3 * 4 * added
-  assert four["mlp"].moved_bytes > one["mlp"].moved_bytes
-  assert four["optimiser"] == one["optimiser"]
+  assert four["mlp"].moved_bytes > single["mlp"].moved_bytes
+  assert four["optimiser"] == single["optimiser"]
 
 
 def test_the_optimiser_reads_and_writes_what_it_keeps():
@@ -85,12 +85,12 @@ def test_the_optimiser_reads_and_writes_what_it_keeps():
 
 def test_shards_are_gathered_and_cuts_are_not():
   """Two devices: each reads whole weights, or one half of them."""
-  whole = least.of_parts(_program())
+  alike = least.of_parts(_program())
   gathered = least.of_parts(_program(**{"mesh.fsdp": 2}))
   cut = least.of_parts(_program(**{"mesh.tensor": 2}))
-  assert cut["mlp"].flops == gathered["mlp"].flops == whole["mlp"].flops / 2
+  assert cut["mlp"].flops == gathered["mlp"].flops == alike["mlp"].flops / 2
   assert cut["mlp"].moved_bytes < gathered["mlp"].moved_bytes
   assert (
     cut["head and loss"].moved_bytes < gathered["head and loss"].moved_bytes
   )
-  assert gathered["mlp"].moved_bytes > whole["mlp"].moved_bytes / 2
+  assert gathered["mlp"].moved_bytes > alike["mlp"].moved_bytes / 2

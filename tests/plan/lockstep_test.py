@@ -99,16 +99,16 @@ ENTRY %main (m: f32[10], w: f32[50]) -> f32[50] {{
 
 
 def test_loops_of_a_program_are_units():
-  found = lockstep.of_program(
+  times = lockstep.of_program(
     hlo.Program(_text()), small.config(), _schedule(), CHIP, devices=2
   )
   # Without products only bytes count. Ticks as above.
   ticks = 16 + max(16, 32 + 64) + max(48, 32 + 64) + 48
-  assert found.tick_seconds == ticks
-  assert found.seconds == ticks + 4 * 80 + 400
+  assert times.tick_seconds == ticks
+  assert times.seconds == ticks + 4 * 80 + 400
   work = (2 * (16 + 48), 2 * (32 + 64))
-  assert found.bubble == pytest.approx(ticks / np.mean(work) - 1)
-  assert found.slowest_rank == 1
+  assert times.bubble == pytest.approx(ticks / np.mean(work) - 1)
+  assert times.slowest_rank == 1
 
 
 def test_a_program_without_a_unit_is_refused():

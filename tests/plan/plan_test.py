@@ -32,13 +32,13 @@ def devices():
 
 def test_every_plan_is_a_config_of_all_devices(devices):
   config = _config()
-  found, dropped = candidates.plans(config, devices)
+  offered, dropped = candidates.plans(config, devices)
   assert not dropped
   # Two rows a device in one or two microbatches, fsdp of 1 or 2.
-  meshes = {tuple(plan.overrides.values())[:3] for plan in found}
+  meshes = {tuple(plan.overrides.values())[:3] for plan in offered}
   assert meshes == {(4, 1, 1), (2, 2, 1)}
-  assert len(found) == len(meshes) * 2 * len(trunk.REMAT)
-  for plan in found:
+  assert len(offered) == len(meshes) * 2 * len(trunk.REMAT)
+  for plan in offered:
     applied = plan.apply(config)
     mesh = applied.mesh
     assert mesh.data * mesh.fsdp * mesh.expert == 4
@@ -56,10 +56,10 @@ def test_cuts_of_less_than_a_tile_are_not_tried(devices):
 
 def test_order(devices):
   """Each rule decides between plans that the rules before it leave equal."""
-  found, _ = candidates.plans(_config(), devices)
-  first = found[0].overrides
+  offered, _ = candidates.plans(_config(), devices)
+  first = offered[0].overrides
   assert (first["model.remat"], first["optim.accumulate_steps"]) == ("none", 1)
-  places = {tuple(plan.overrides.values()): i for i, plan in enumerate(found)}
+  places = {tuple(plan.overrides.values()): i for i, plan in enumerate(offered)}
   place = lambda fsdp, steps, remat: places[4 // fsdp, fsdp, 1, steps, remat]
   for fsdp in (1, 2):
     for steps in (1, 2):
@@ -75,10 +75,10 @@ def test_ragged_cuts_come_later(devices):
   """Halves of 136 columns are no whole tiles."""
 
   def fewest_steps(width):
-    found, _ = candidates.plans(_config(**{"model.width": width}), devices)
+    offered, _ = candidates.plans(_config(**{"model.width": width}), devices)
     return [
       (plan.overrides["mesh.fsdp"], plan.overrides["optim.accumulate_steps"])
-      for plan in found
+      for plan in offered
       if plan.overrides["model.remat"] == "none"
     ]
 
@@ -89,13 +89,13 @@ def test_ragged_cuts_come_later(devices):
 def test_plans_that_keep_most_of_the_memory_come_last(devices):
   """Even if less is computed again; of two, the one that keeps less first."""
   config = _config(**{"model.width": 2048, "data.sequence_length": 16384})
-  found, _ = candidates.plans(config, devices)
+  offered, _ = candidates.plans(config, devices)
   memory = topology.chip(devices[0]).hbm_bytes
-  shares = [plan.kept_bytes / memory for plan in found]
+  shares = [plan.kept_bytes / memory for plan in offered]
   large = [share for share in shares if share > 0.75]
-  assert 0 < len(large) < len(found)
+  assert 0 < len(large) < len(offered)
   assert shares[-len(large) :] == sorted(large)
-  remats = [plan.overrides["model.remat"] for plan in found]
+  remats = [plan.overrides["model.remat"] for plan in offered]
   assert remats[-len(large) - 1] != "none" and "none" in remats[-len(large) :]
 
 
@@ -113,10 +113,10 @@ def test_an_average_of_the_weights_is_kept(devices):
   )
   state = jax.eval_shape(lambda: models.build_model(_config().model))
   average = 4 * sum(leaf.size for leaf in jax.tree.leaves(state))
-  for one, other in zip(plain, averaged, strict=True):
-    assert one.overrides == other.overrides
-    kept = (other.kept_bytes - one.kept_bytes) * one.overrides["mesh.fsdp"]
-    assert kept == pytest.approx(average, rel=0.1)
+  for plan, other in zip(plain, averaged, strict=True):
+    assert plan.overrides == other.overrides
+    more = (other.kept_bytes - plan.kept_bytes) * plan.overrides["mesh.fsdp"]
+    assert more == pytest.approx(average, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_an_average_of_the_weights_is_kept(devices):
    ({"model.vocab_size": 163_840, "loss.tile_tokens": 512}, None)],
 )  # fmt: skip
 def test_logits_of_a_tile_take_a_tenth_of_the_memory(devices, fields, tile):
-  found, _ = candidates.plans(_config(**fields), devices)
-  assert {p.overrides.get("loss.tile_tokens") for p in found} == {tile}
+  offered, _ = candidates.plans(_config(**fields), devices)
+  assert {p.overrides.get("loss.tile_tokens") for p in offered} == {tile}
   if tile:
     # float32, and bfloat16 or float32 again, of 16 GiB.
     logits = tile * fields["model.vocab_size"] * (4 + 4)
@@ -137,8 +137,8 @@ def test_logits_of_a_tile_take_a_tenth_of_the_memory(devices, fields, tile):
 
 def test_what_cannot_fit_is_dropped_with_its_reason(devices):
   config = _config(**{"model.width": 8192, "model.mlp_width": 131_072})
-  found, dropped = candidates.plans(config, devices)
-  assert not found and list(dropped) == ["more than 16 GiB by arithmetic"]
+  offered, dropped = candidates.plans(config, devices)
+  assert not offered and list(dropped) == ["more than 16 GiB by arithmetic"]
 
 
 def test_of_what_tensor_cuts_a_device_holds_its_part(devices):
@@ -146,8 +146,8 @@ def test_of_what_tensor_cuts_a_device_holds_its_part(devices):
   config = _config(**{
     "model.width": 8192, "model.mlp_width": 65_536, "mesh.tensor": 4,
   })  # fmt: skip
-  found, _ = candidates.plans(config, devices)
-  assert found
+  offered, _ = candidates.plans(config, devices)
+  assert offered
 
 
 def test_pipelines_are_not_planned(devices):
@@ -252,8 +252,8 @@ def test_a_plan_is_compiled_again_as_it_is(compiled, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_meshes_of_two_slices():
-  found, _ = candidates.plans(_config(), topology.devices("v5e:2x2", 2))
-  meshes = {tuple(plan.overrides.values())[:3] for plan in found}
+  offered, _ = candidates.plans(_config(), topology.devices("v5e:2x2", 2))
+  meshes = {tuple(plan.overrides.values())[:3] for plan in offered}
   assert meshes == {(8, 1, 1), (4, 2, 1)}
 
 
@@ -277,8 +277,8 @@ def test_time_of_what_is_not_overlapped_is_added():
   )
   work = dict(compute_seconds=3.0, memory_seconds=4.0, link_seconds=5.0)
   for exposed, seconds in ((0.0, 5.0), (10.0, 5.0), (50.0, 9.0)):
-    found = report.step_seconds(work | dict(exposed_bytes=exposed), chip)
-    assert math.isclose(found, seconds)
+    actual = report.step_seconds(work | dict(exposed_bytes=exposed), chip)
+    assert math.isclose(actual, seconds)
   work |= dict(lockstep=dict(seconds=20.0), exposed_bytes=10.0)
-  found = report.step_seconds(work, chip)
-  assert math.isclose(found, 21.0)
+  actual = report.step_seconds(work, chip)
+  assert math.isclose(actual, 21.0)

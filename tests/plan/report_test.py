@@ -34,40 +34,40 @@ def trained(devices):
 
 
 def test_numbers_of_a_step(trained):
-  config, found = _config(), trained
-  json.dumps(found)
-  assert found["fits"] and found["headroom_bytes"] > 15 * 2**30
+  config, plan = _config(), trained
+  json.dumps(plan)
+  assert plan["fits"] and plan["headroom_bytes"] > 15 * 2**30
   # Every parameter of two dimensions is cut four ways, and Adam keeps two.
-  assert found["optimiser_bytes"] == pytest.approx(
-    2 * found["parameter_bytes"], rel=0.01
+  assert plan["optimiser_bytes"] == pytest.approx(
+    2 * plan["parameter_bytes"], rel=0.01
   )
   vector = 8 * 256 // 8 * config.model.width
   # In float32 completed blocks are running sums, and the embedding is besides.
-  assert found["running_state_bytes"] == 4 * 4 * vector
-  assert found["block_bytes"] == 4 * vector
+  assert plan["running_state_bytes"] == 4 * 4 * vector
+  assert plan["block_bytes"] == 4 * vector
   # Forward twice, for checkpointing; attention is in a kernel and not counted.
   per_token = flops.flops_per_token(config.model, 256)
   products = 1 - per_token.attention / per_token.forward
-  assert 1.1 < found["flops"] / (products * found["analytic_flops"]) < 1.5
-  axes = {row["axes"] for row in found["collectives"]}
+  assert 1.1 < plan["flops"] / (products * plan["analytic_flops"]) < 1.5
+  axes = {row["axes"] for row in plan["collectives"]}
   assert {"data", "tensor"} <= axes
   # Some of what is sent is overlapped, but not all.
-  for row in found["collectives"]:
+  for row in plan["collectives"]:
     assert 0 <= row["overlapped_bytes"] <= row["sent_bytes"]
-  hidden = sum(row["overlapped_bytes"] for row in found["collectives"])
-  assert 0 < hidden < found["sent_bytes"]
-  sizes = [row["bytes"] for row in found["largest"]]
+  hidden = sum(row["overlapped_bytes"] for row in plan["collectives"])
+  assert 0 < hidden < plan["sent_bytes"]
+  sizes = [row["bytes"] for row in plan["largest"]]
   assert sizes == sorted(sizes, reverse=True)
-  assert sizes[0] <= found["temporary_bytes"]
-  text = report.to_text(found)
+  assert sizes[0] <= plan["temporary_bytes"]
+  text = report.to_text(plan)
   assert "by estimate, bound by" in text and "2 data x 2 fsdp" in text
   for label in ("activations kept for backward", "cached blocks", "headroom"):
     assert label in text
-  assert found["largest"][0]["array"] in text
-  moved = [row["bytes"] for row in found["busiest"]]
+  assert plan["largest"][0]["array"] in text
+  moved = [row["bytes"] for row in plan["busiest"]]
   assert moved == sorted(moved, reverse=True)
-  assert 0 < sum(moved) < found["traffic_bytes"]
-  assert found["busiest"][0]["source"] in text.split("moves most")[1]
+  assert 0 < sum(moved) < plan["traffic_bytes"]
+  assert plan["busiest"][0]["source"] in text.split("moves most")[1]
 
 
 def test_parts_of_a_step(trained):
@@ -76,12 +76,12 @@ def test_parts_of_a_step(trained):
     "embedding", "attention", "mlp", "residual", "norms", "head and loss",
     "optimiser", "other",
   }  # fmt: skip
-  for name, whole in (
+  for name, total_name in (
     ("moved_bytes", "traffic_bytes"), ("flops", "flops"),
     ("sent_bytes", "sent_bytes"), ("least_flops", "least_flops"),
   ):  # fmt: skip
     total = sum(row[name] or 0.0 for row in rows.values())
-    assert total == pytest.approx(trained[whole]), name
+    assert total == pytest.approx(trained[total_name]), name
   assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
   # Nearly all of it is attributed, and so is everything it computes.
   assert rows["other"]["moved_bytes"] < 0.1 * trained["traffic_bytes"]
@@ -120,37 +120,37 @@ def test_a_pipeline(devices):
     "pipeline.microbatches": 2,
   }
   config = _config(**fields)
-  found = report.make_report(config, devices)
+  plan = report.make_report(config, devices)
   # A running sum of float32 and an embedding, of two microbatches in flight.
   vector = 8 // 4 // 2 * 256 * config.model.width
-  assert found["running_state_bytes"] % (4 * vector) == 0
-  assert found["block_bytes"] % (4 * vector) == 0
-  assert found["running_state_bytes"] + found["block_bytes"] >= 2 * 4 * vector
+  assert plan["running_state_bytes"] % (4 * vector) == 0
+  assert plan["block_bytes"] % (4 * vector) == 0
+  assert plan["running_state_bytes"] + plan["block_bytes"] >= 2 * 4 * vector
   # Forward, again for backward, and once more for checkpointing: 5 passes for
   # 3, without attention's kernels. Units in every tick would be 3 times that.
-  share = found["flops"] / found["analytic_flops"]
+  share = plan["flops"] / plan["analytic_flops"]
   assert 1 < share < 5 / 3
-  sent = {row["kind"]: row["axes"] for row in found["collectives"]}
+  sent = {row["kind"]: row["axes"] for row in plan["collectives"]}
   assert sent["collective-permute"] == "stage"
-  rows = {row["part"]: row for row in found["parts"]}
+  rows = {row["part"]: row for row in plan["parts"]}
   assert rows["pipeline"]["sent_bytes"] > 0 and "mlp" in rows
   # A chunk is recomputed as a whole, and for checkpointing.
   assert 0.6 < rows["mlp"]["flops"] / rows["mlp"]["least_flops"] <= 1.05
-  assert "in 2 microbatches" in report.to_text(found)
+  assert "in 2 microbatches" in report.to_text(plan)
 
 
 def test_a_decode_step(devices, trained):
   """One token per row, without optimiser state, and with a note."""
   config, train = _config(), trained
-  found = report.make_report(config, devices, "decode")
-  assert found["fits"] and "optimiser_bytes" not in found
+  plan = report.make_report(config, devices, "decode")
+  assert plan["fits"] and "optimiser_bytes" not in plan
   # Forward only, at the end of 256 tokens.
-  ratio = 3 * 256 * found["analytic_flops"] / train["analytic_flops"]
+  ratio = 3 * 256 * plan["analytic_flops"] / train["analytic_flops"]
   assert 1 < ratio < 1.5
-  assert 0.7 < found["flops"] / found["analytic_flops"] < 1.5
+  assert 0.7 < plan["flops"] / plan["analytic_flops"] < 1.5
   # What is read at least: all weights, of this device, once.
-  assert found["traffic_bytes"] > found["parameter_bytes"]
-  text = report.to_text(found)
+  assert plan["traffic_bytes"] > plan["parameter_bytes"]
+  text = report.to_text(plan)
   assert "decode step on 8" in text and "whose cache is full" in text
   message = r"step: got 'prefill', expected one of decode, train"
   with pytest.raises(config_lib.ConfigError, match=message):
@@ -162,10 +162,10 @@ def test_a_program_larger_than_memory(devices, monkeypatch):
   kind = devices[0].device_kind
   small = dataclasses.replace(chips.CHIPS[kind], hbm_bytes=2**20)
   monkeypatch.setitem(chips.CHIPS, kind, small)
-  found = report.make_report(_config(), devices, "decode")
-  assert not found["fits"] and found["headroom_bytes"] < 0
-  text = report.to_text(found)
-  assert "does not fit" in text and found["largest"][0]["array"] in text
+  plan = report.make_report(_config(), devices, "decode")
+  assert not plan["fits"] and plan["headroom_bytes"] < 0
+  text = report.to_text(plan)
+  assert "does not fit" in text and plan["largest"][0]["array"] in text
 
 
 def test_a_program_that_jaxlib_cannot_read(devices, monkeypatch):
@@ -175,24 +175,24 @@ def test_a_program_that_jaxlib_cannot_read(devices, monkeypatch):
     raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nand more")
 
   monkeypatch.setattr(jax.stages.Compiled, "as_text", refuse)
-  found = report.make_report(_config(), devices, "decode")
-  assert found["fits"] and found["peak_bytes"] > 0
-  assert "collectives" not in found
-  text = report.to_text(found)
+  plan = report.make_report(_config(), devices, "decode")
+  assert plan["fits"] and plan["peak_bytes"] > 0
+  assert "collectives" not in plan
+  text = report.to_text(plan)
   assert "cannot read the program: INTERNAL: RET_CHECK failure\n" in text
   assert "headroom" in text and "and more" not in text
 
 
 def test_a_step_that_does_not_fit(devices):
   large = {"model.width": 8192, "model.mlp_width": 65536, "model.num_heads": 32}
-  found = report.make_report(
+  plan = report.make_report(
     _config(**large, **{"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.data": 8}),
     devices,
   )
-  assert not found["fits"]
-  text = report.to_text(found)
+  assert not plan["fits"]
+  text = report.to_text(plan)
   assert "exceeds available HBM" in text or "Ran out of memory" in text
   # What is computed of a matrix of both MLPs, such as its gradient.
-  largest = found["largest"][0]
+  largest = plan["largest"][0]
   assert "65536" in largest["array"] and largest["array"] in text
   assert largest["bytes"] == 2 * 8192 * 65536 * 4

@@ -29,35 +29,35 @@ def _config(**fields):
 
 def test_equals_the_whole_program():
   config = _config()
-  found = report.make_schedule_report(config, SLICE)
-  whole = report.make_report(config, topology.devices(SLICE))
+  plan = report.make_schedule_report(config, SLICE)
+  compiled = report.make_report(config, topology.devices(SLICE))
   for name in (
     "compute_seconds", "memory_seconds", "link_seconds", "traffic_bytes",
     "sent_bytes", "charged_flops", "collectives", "parts", "bound",
   ):  # fmt: skip
-    assert found[name] == whole[name], name
+    assert plan[name] == compiled[name], name
   # All but the program itself, which lies in the same memory.
-  assert found["peak_bytes"] == pytest.approx(whole["peak_bytes"], rel=0.1)
-  assert found["compile_seconds"] < whole["compile_seconds"]
-  *rest, last = report.to_text(found).splitlines()
+  assert plan["peak_bytes"] == pytest.approx(compiled["peak_bytes"], rel=0.1)
+  assert plan["compile_seconds"] < compiled["compile_seconds"]
+  *rest, last = report.to_text(plan).splitlines()
   # Between the table of memory and the last line, which is about compiling.
   at = slice(rest.index("", 3), None)
-  *same, _ = report.to_text(whole).splitlines()
+  *same, _ = report.to_text(compiled).splitlines()
   assert rest[at] == same[same.index("", 3) :]
   assert last.startswith("compiled up to its schedule in")
 
 
 def test_what_does_not_fit():
   config = _config(**{"data.batch_size": 8192})
-  found = report.make_schedule_report(config, SLICE)
-  assert not found["fits"]
+  plan = report.make_schedule_report(config, SLICE)
+  assert not plan["fits"]
   # The compiler says what it needs before it refuses it, or only refuses.
-  if "reason" in found:
-    assert "RESOURCE_EXHAUSTED" in found["reason"]
+  if "reason" in plan:
+    assert "RESOURCE_EXHAUSTED" in plan["reason"]
   else:
-    assert found["peak_bytes"] > found["hbm_bytes"]
-    assert found["headroom_bytes"] < 0
-  text = report.to_text(found)
+    assert plan["peak_bytes"] > plan["hbm_bytes"]
+    assert plan["headroom_bytes"] < 0
+  text = report.to_text(plan)
   assert "does not fit" in text and "largest arrays" in text
 
 
