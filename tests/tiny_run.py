@@ -93,7 +93,7 @@ def traced_once():
 
 
 def start(workdir, fields, *flags, devices=1):
-  """The same run as a process; `finish` or `kill` it."""
+  """Starts the run as a process; `finish` or `kill` it."""
   command = [
     sys.executable, "-m", "attnres_jax.main", f"--config={SPEC}",
     f"--workdir={workdir}", *flags,
@@ -111,7 +111,7 @@ def start(workdir, fields, *flags, devices=1):
 
 
 def free_address():
-  """Of this machine, with a port that nobody uses."""
+  """An address of this machine, with a port that nobody uses."""
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     return f"127.0.0.1:{s.getsockname()[1]}"
@@ -197,7 +197,7 @@ def _output():
 
 
 def environment(devices=1):
-  """Of a process with its own CPU devices; all share compiled programs."""
+  """Variables of a process with its own CPU devices; programs are shared."""
   cache = pathlib.Path(tempfile.gettempdir()) / f"attnres_tests_{os.getpid()}"
   return os.environ | {
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),

@@ -182,7 +182,7 @@ class Parser(argparse.ArgumentParser):
     )
 
   def parse_args(self, args=None, namespace=None) -> Any:
-    """As in argparse; with `add_config`, `config` is a `config.Source`, or
+    """Parses as argparse; after `add_config`, `config` is a `config.Source` or
     None, and `given` the names of all arguments that are not defaults.
     """
     args = list(sys.argv[1:] if args is None else args)
@@ -192,8 +192,8 @@ class Parser(argparse.ArgumentParser):
         stop(f"{name or 'argument'}: got {value!r}, expected text in UTF-8")
     if self._has_config:
       args = list(_with_fields(args))
-    if self._has_config and (asked := _help_config(args)) is not None:
-      self.exit(run(_print_fields, *asked))
+    if self._has_config and (request := _help_config(args)) is not None:
+      self.exit(run(_print_fields, *request))
     options = super().parse_args(args, namespace)
     for action in self._actions:
       if hasattr(options, action.dest) and action.type is not text:
@@ -214,7 +214,7 @@ class Parser(argparse.ArgumentParser):
         stop(f"--plans: {error}".replace("--plans: --plans:", "--plans:"))
     if self._has_config:
       options.given = given
-      fields = dict(one.partition("=")[::2] for one in options.config_fields)
+      fields = dict(word.partition("=")[::2] for word in options.config_fields)
       spec = options.config
       if spec is None and fields:
         stop("--config: missing, expected a file, with --config.FIELD=VALUE")
@@ -246,8 +246,8 @@ class Parser(argparse.ArgumentParser):
           stop(f"--{dest}: has no effect without --{when}")
       elif getattr(options, when[0]) not in when[1]:
         listed = " or ".join(map(str, when[1]))
-        found = f"{when[0]}={getattr(options, when[0])}"
-        stop(f"--{dest}: has no effect with {found}, only with {listed}")
+        setting = f"{when[0]}={getattr(options, when[0])}"
+        stop(f"--{dest}: has no effect with {setting}, only with {listed}")
 
 
 def of_fields(cls: type[T], options: argparse.Namespace) -> T:
@@ -378,15 +378,15 @@ def _help_config(
   parser.add_argument("--config")
   parser.add_argument(_FIELD, dest="fields", action="append", default=[])
   try:
-    found, _ = parser.parse_known_args(args)
+    flags, _ = parser.parse_known_args(args)
   except argparse.ArgumentError:
     return None  # `parse_args` says what is wrong.
-  if found.help_config is None:
+  if flags.help_config is None:
     return None
-  if found.config is None:
-    return found.help_config, None
-  fields = dict(one.partition("=")[::2] for one in found.fields)
-  return found.help_config, config_lib.Source(found.config, fields)
+  if flags.config is None:
+    return flags.help_config, None
+  fields = dict(word.partition("=")[::2] for word in flags.fields)
+  return flags.help_config, config_lib.Source(flags.config, fields)
 
 
 def _print_fields(part: str, source: config_lib.Source | None) -> None:
@@ -397,7 +397,7 @@ def _print_fields(part: str, source: config_lib.Source | None) -> None:
 
 def _expanded(value: Any) -> Any:
   if isinstance(value, list):
-    return [_expanded(one) for one in value]
+    return [_expanded(item) for item in value]
   is_home = isinstance(value, str) and value.startswith("~")
   return os.path.expanduser(value) if is_home else value
 

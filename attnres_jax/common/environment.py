@@ -42,7 +42,7 @@ def compiled() -> dict[str, str]:
 
 
 def jax_version() -> str:
-  """Of the installed JAX, which is not imported for it."""
+  """The version of the installed JAX, which is not imported for it."""
   return importlib.metadata.version("jax")
 
 

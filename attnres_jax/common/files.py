@@ -56,14 +56,14 @@ def glob(folder: epath.PathLike, pattern: str) -> list[str]:
   """
   root = os.fspath(folder)
   if not is_remote(root):
-    found = glob_lib.glob(pattern, root_dir=root, recursive=True)
-    return sorted(n for n in found if os.path.isfile(os.path.join(root, n)))
+    names = glob_lib.glob(pattern, root_dir=root, recursive=True)
+    return sorted(n for n in names if os.path.isfile(os.path.join(root, n)))
   where = f"{glob_lib.escape(root)}/{pattern}"
   with stores.reaching(root):
     about = stores.client(root).glob(where, detail=True)
   start = root.partition("://")[2].rstrip("/") + "/"
-  found = [n.removeprefix(start) for n in about if about[n]["type"] == "file"]
-  return sorted(name for name in found if not re.search(r"(^|/)\.", name))
+  names = [n.removeprefix(start) for n in about if about[n]["type"] == "file"]
+  return sorted(name for name in names if not re.search(r"(^|/)\.", name))
 
 
 class DiskFullError(OSError):
@@ -303,8 +303,8 @@ def check_folder(name: str, path: str, *, writable: bool = True) -> epath.Path:
     config_lib.fail_argument(name, path, f"a folder ({error.strerror})")
   if not is_folder:
     config_lib.fail_argument(name, path, f"a folder ({place} is not)")
-  wanted = os.W_OK | os.X_OK if writable else os.R_OK | os.X_OK
-  if not os.access(place, wanted):
+  access = os.W_OK | os.X_OK if writable else os.R_OK | os.X_OK
+  if not os.access(place, access):
     kind = "write" if writable else "read"
     config_lib.fail_argument(name, path, f"{kind} access to {place}")
   return folder
@@ -330,18 +330,18 @@ def refuse_foreign(
   Raises:
     ConfigError: names the first file that is not ours.
   """
-  found = {}
+  ownership = {}
   for file, marks in ours.items():
     try:
       if content := read(epath.Path(folder) / file):
-        found[file] = _has_marks(file, content, marks)
+        ownership[file] = _has_marks(file, content, marks)
     except (FileNotFoundError, NotADirectoryError):
       pass
     except IsADirectoryError:
-      found[file] = False
-  for file, is_ours in found.items():
-    known = is_ours is None and (True in found.values() or is_known())
-    if not (is_ours or known):
+      ownership[file] = False
+  for file, is_ours in ownership.items():
+    of_ours = is_ours is None and (True in ownership.values() or is_known())
+    if not (is_ours or of_ours):
       fail_foreign(name, folder, file)
 
 

@@ -51,8 +51,8 @@ def mean_trips(
 
 def mean_trips_of_name(name: str) -> float | None:
   """The mean trip count that the name of a loop states, if any."""
-  found = _TRIPS.search(name)
-  return float(found[1]) if found else None
+  match = _TRIPS.search(name)
+  return float(match[1]) if match else None
 
 
 def unit(slot: str, chunk: int) -> str:
@@ -62,12 +62,12 @@ def unit(slot: str, chunk: int) -> str:
 
 def unit_of_name(name: str) -> tuple[str, int] | None:
   """(slot, chunk) of the unit of work that a loop runs by its name, if any."""
-  found = _TRIPS.search(name)
-  match = found and re.fullmatch(r"(\w+)<(\d+)>", found[2])
+  trips = _TRIPS.search(name)
+  match = trips and re.fullmatch(r"(\w+)<(\d+)>", trips[2])
   return (match[1], int(match[2])) if match else None
 
 
 def of_name(name: str) -> str | None:
   """The part that the name of an operation says it belongs to, if any."""
-  found = _SCOPE.findall(name)
-  return found[-1] if found else None
+  scopes = _SCOPE.findall(name)
+  return scopes[-1] if scopes else None

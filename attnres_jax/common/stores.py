@@ -145,10 +145,10 @@ def names(folder: epath.PathLike) -> list[str]:
   """Names of the files and folders in a folder; [] if there is none."""
   with reaching(folder):
     try:
-      found = client(folder).ls(str(folder), detail=False)
+      paths = client(folder).ls(str(folder), detail=False)
     except FileNotFoundError:
       return []
-  return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""})
+  return sorted({path.rstrip("/").rpartition("/")[2] for path in paths} - {""})
 
 
 def remove(path: epath.PathLike) -> None:

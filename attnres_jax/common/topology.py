@@ -74,11 +74,11 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
       or the number of slices is none.
   """
   fields.accept("--num_slices", num_slices, fields.Size)
-  if found := gpus.devices(name):
+  if targets := gpus.devices(name):
     if num_slices > 1:
       accepted = f"1 with GPUs, whose hosts are in the topology ({name}x8)"
       config_lib.fail_argument("--num_slices", num_slices, accepted)
-    return found
+    return targets
   for variable, value in ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
   from jax.experimental import topologies
@@ -116,11 +116,11 @@ def chip(device: Any) -> chips.Chip:
   kind = device.device_kind
   row = chips.chip_of(kind)
   if row is None or not row.hbm_bytes:
-    known = sorted(name for name, one in chips.CHIPS.items() if one.hbm_bytes)
+    planned = sorted(name for name, c in chips.CHIPS.items() if c.hbm_bytes)
     config_lib.fail_argument(
       "topology",
       kind,
-      f"one of {', '.join(known)}; {kind} has no plans, as its memory and"
+      f"one of {', '.join(planned)}; {kind} has no plans, as its memory and"
       " rates are not in our table: train with a mesh and microbatches of"
       " your own, without `planned`",
     )

@@ -37,7 +37,7 @@ def fail(field: str, value: Any, accepted: str) -> NoReturn:
 
 
 def fail_argument(name: str, value: Any, accepted: str) -> NoReturn:
-  """The same for other names, such as "--workdir"."""
+  """Raises a ConfigError about an argument, such as "--workdir"."""
   text = f"{name}: got {value!r}, expected {accepted}"
   # Files, and what libraries say of them, may hold control characters.
   raise ConfigError(

@@ -41,5 +41,5 @@ def call(
 
 
 def mixes(core: Any) -> bool:
-  """Whether it is a mixer in parts, `mixers.attention.Mixer`."""
+  """Whether a core is a mixer in parts, `mixers.attention.Mixer`."""
   return getattr(core, "reads_qkv", False)

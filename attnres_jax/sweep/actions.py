@@ -46,17 +46,17 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   runs: list[grid.Run] = options.runs
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
-  found = budget.prices(selected, plans.rows(options.plans))
+  prices = budget.prices(selected, plans.rows(options.plans))
   place = budget.place_of(settings_lib.read(launcher.SETTINGS, settings))
   if options.max_chip_hours is not None:
     name = None if place and "gpus=" in place else place
     budget.check(
-      selected, found, options.max_chip_hours, name or options.preflight
+      selected, prices, options.max_chip_hours, name or options.preflight
     )
   if place:
-    budget.check_planned(selected, found, place)
+    budget.check_planned(selected, prices, place)
   # As comments, since a dry run may print a manifest or a script.
-  text = budget.to_text(selected, found)
+  text = budget.to_text(selected, prices)
   print("\n".join(f"# {line}" for line in text.splitlines()), flush=True)
   if options.preflight:
     if not preflight.check(selected, options.preflight, options.plans):
@@ -78,7 +78,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
 
   def report() -> list[monitor.Progress]:
     progress = monitor.of_folder(folder)
-    ours = [one for one in progress if one.name in launched]
+    ours = [run for run in progress if run.name in launched]
     if options.launcher != "together":  # It prints lines itself.
       print(_line(ours, options.max_parallel), flush=True)
     # Some experiments look into every network, which may take minutes.
@@ -93,7 +93,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   print(f"report: {folder / cli.REPORT}")
   # No launcher starts these.
   over = (state_lib.DAMAGED, state_lib.DIVERGED)
-  return result or _outcome([one for one in progress if one.status in over])
+  return result or _outcome([run for run in progress if run.status in over])
 
 
 def _check_data(runs: Sequence[grid.Run], offline: bool) -> None:
@@ -122,7 +122,7 @@ def _status(experiment: cli.Experiment, options: argparse.Namespace) -> int:
     if options.run:
       print(monitor.details(options.workdir, options.run))
       return 0
-    progress = _known(options, whole=False)
+    progress = _progress(options, full=False)
     text = monitor.table(progress)
     if not options.watch > 0:
       print(text)
@@ -134,19 +134,19 @@ def _status(experiment: cli.Experiment, options: argparse.Namespace) -> int:
 
 
 def _collect(experiment: cli.Experiment, options: argparse.Namespace) -> int:
-  progress = _known(options)
+  progress = _progress(options)
   path = epath.Path(options.out or epath.Path(options.workdir) / cli.ROWS)
-  found = monitor.rows(progress)
+  rows = monitor.rows(progress)
   files.check_output("--out", path, ("run", "validation_loss"))
   if not files.is_remote(path):
     path.parent.mkdir(parents=True, exist_ok=True)
-  csv_rows.write(path, found)
-  print(f"{len(found)} of {len(progress)} runs: {path}")
+  csv_rows.write(path, rows)
+  print(f"{len(rows)} of {len(progress)} runs: {path}")
   return _outcome(progress)
 
 
 def _report(experiment: cli.Experiment, options: argparse.Namespace) -> int:
-  progress, folder = _known(options), epath.Path(options.workdir)
+  progress, folder = _progress(options), epath.Path(options.workdir)
   _write_report(experiment, folder, progress)
   print(folder / cli.REPORT)
   return _outcome(progress)
@@ -163,8 +163,8 @@ def _write_report(
 def _line(progress: Sequence[monitor.Progress], parallel: int) -> str:
   """How far the runs of a launch are."""
   text = monitor.summary(progress, parallel)
-  running = [one for one in progress if one.status == state_lib.RUNNING]
-  steps = ", ".join(f"{one.name} {one.step}/{one.steps}" for one in running)
+  running = [run for run in progress if run.status == state_lib.RUNNING]
+  steps = ", ".join(f"{run.name} {run.step}/{run.steps}" for run in running)
   return f"{text}: {steps}" if steps else text
 
 
@@ -174,7 +174,7 @@ def _is_bad(progress: monitor.Progress) -> bool:
 
 def _outcome(progress: Sequence[monitor.Progress]) -> int:
   """The exit status; prints the errors of runs."""
-  bad = [one for one in progress if _is_bad(one)]
+  bad = [run for run in progress if _is_bad(run)]
   for line in monitor.errors(bad):
     print(f"error: {line}", file=sys.stderr)
   return 1 if bad else 0
@@ -188,11 +188,11 @@ _ACTIONS = {
 }
 
 
-def _known(
-  options: argparse.Namespace, whole: bool = True
+def _progress(
+  options: argparse.Namespace, full: bool = True
 ) -> list[monitor.Progress]:
   """Progress of the selected runs of a folder, which must contain a sweep."""
-  progress = monitor.of_folder(options.workdir, whole)
+  progress = monitor.of_folder(options.workdir, full)
   if not progress:
     raise config_lib.ConfigError(
       f"--workdir: got {options.workdir!r}, expected the folder of a sweep"
@@ -204,10 +204,10 @@ def _known(
 
 def _settings(given: Sequence[str]) -> dict[str, str]:
   settings = {}
-  for one in given:
-    name, equals, value = one.partition("=")
+  for pair in given:
+    name, equals, value = pair.partition("=")
     if not equals:
-      raise config_lib.ConfigError(f"--set: got {one!r}, expected name=value")
+      raise config_lib.ConfigError(f"--set: got {pair!r}, expected name=value")
     settings[name] = value
   return settings
 

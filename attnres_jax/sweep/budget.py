@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep costs before it is launched: tokens and chip-hours.
+"""The price of a sweep before it is launched: tokens and chip-hours.
 
 A run is priced on each slice on which the file of plans has its step: the
 compiler's time of a step, times its steps and the chips of the slice. No chip
@@ -53,7 +53,7 @@ def tokens(runs: Sequence[grid.Run]) -> int:
 def prices(
   runs: Sequence[grid.Run], rows: Sequence[Mapping[str, str]]
 ) -> list[Price]:
-  """Of the slices on which any of the runs has a plan.
+  """Prices on the slices on which any of the runs has a plan.
 
   Args:
     runs: of a sweep. A run with a mesh of its own has no price.
@@ -77,19 +77,19 @@ def prices(
       hours.setdefault(label, {})[name] = seconds / 3600
   names = [run.name for run in runs]
   return [
-    Price(one, found, [name for name in names if name not in found])
-    for one, found in hours.items()
+    Price(slice_name, priced, [name for name in names if name not in priced])
+    for slice_name, priced in hours.items()
   ]
 
 
-def to_text(runs: Sequence[grid.Run], found: Sequence[Price]) -> str:
+def to_text(runs: Sequence[grid.Run], planned: Sequence[Price]) -> str:
   """Tokens of a sweep, and a line for each slice on which it has plans."""
   head = f"cost of {len(runs)} runs: {tokens(runs):,} tokens"
-  if not found:
+  if not planned:
     return f"{head}; chip-hours unknown, no run has a plan"
   lines = [
-    [one.slice_name, f"{len(one.hours)} of {len(runs)}", f"{one.total:,.1f}"]
-    for one in found
+    [p.slice_name, f"{len(p.hours)} of {len(runs)}", f"{p.total:,.1f}"]
+    for p in planned
   ]
   columns = "slice", "runs with a plan", "chip-hours of these, at least"
   return f"{head}\n{text_table.table(columns, lines)}"
@@ -97,7 +97,7 @@ def to_text(runs: Sequence[grid.Run], found: Sequence[Price]) -> str:
 
 def check(
   runs: Sequence[grid.Run],
-  found: Sequence[Price],
+  planned: Sequence[Price],
   most: float,
   slice_name: str | None,
 ) -> None:
@@ -105,7 +105,7 @@ def check(
 
   Args:
     runs: that the command selects.
-    found: of `prices`.
+    planned: of `prices`.
     most: chip-hours.
     slice_name: on which they will train; None takes the only one with plans.
 
@@ -113,20 +113,18 @@ def check(
     ConfigError: the sweep costs more, with what fits; or its price is unknown.
   """
   if slice_name is None:
-    found = [one for one in found if not one.missing] or found
-    if len(found) != 1:
-      listed = ", ".join(
-        f"{one.slice_name} ({one.total:,.0f})" for one in found
-      )
+    planned = [p for p in planned if not p.missing] or planned
+    if len(planned) != 1:
+      listed = ", ".join(f"{p.slice_name} ({p.total:,.0f})" for p in planned)
       config_lib.fail_argument(
         _FLAG,
         most,
         "it with the slice of the launcher or of --preflight; there are plans"
         f" for {listed or 'none'}",
       )
-    (price,) = found
+    (price,) = planned
   else:
-    price = _on(slice_name, runs, found)
+    price = _on(slice_name, runs, planned)
   if price.missing:
     config_lib.fail_argument(
       _FLAG,
@@ -145,13 +143,13 @@ def check(
 
 
 def check_planned(
-  runs: Sequence[grid.Run], found: Sequence[Price], place: str
+  runs: Sequence[grid.Run], offers: Sequence[Price], place: str
 ) -> None:
   """Refuses to launch runs that wait for a plan on devices without one.
 
   Args:
     runs: that the command selects.
-    found: of `prices`.
+    offers: of `prices`.
     place: a slice, or "gpus=8": any topology with as many GPUs.
 
   Raises:
@@ -164,13 +162,13 @@ def check_planned(
   }
   _, of_gpus, count = place.partition("gpus=")
   if of_gpus:
-    here = [one for one in found if _num_gpus(one.slice_name) == int(count)]
+    here = [p for p in offers if _num_gpus(p.slice_name) == int(count)]
   else:
-    here = [_on(place, runs, found)]
-  each = [[n for n in one.missing if n in waiting] for one in here]
+    here = [_on(place, runs, offers)]
+  each = [[n for n in p.missing if n in waiting] for p in here]
   missing = min(each, key=len, default=sorted(waiting))
   if missing:
-    planned = ", ".join(one.slice_name for one in found if not one.missing)
+    planned = ", ".join(p.slice_name for p in offers if not p.missing)
     config_lib.fail_argument(
       "--set",
       place,
@@ -205,12 +203,12 @@ def _num_gpus(slice_name: str) -> int:
 
 
 def _on(
-  slice_name: str, runs: Sequence[grid.Run], found: Sequence[Price]
+  slice_name: str, runs: Sequence[grid.Run], offers: Sequence[Price]
 ) -> Price:
   """The price on a slice, by any of its names."""
-  wanted = topology.topology_name(slice_name)
-  for price in found:
-    if topology.topology_name(price.slice_name) == wanted:
+  topology_name = topology.topology_name(slice_name)
+  for price in offers:
+    if topology.topology_name(price.slice_name) == topology_name:
       return price
   return Price(slice_name, {}, [run.name for run in runs])
 

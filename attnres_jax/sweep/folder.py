@@ -64,7 +64,7 @@ def prepare(
   files.refuse_foreign(
     "--workdir", folder, _OURS, lambda: bool(files.glob(folder, f"*/{RUN}"))
   )
-  listed, found = _listed(folder), {}
+  listed, by_key = _listed(folder), {}
   planned = {run.name for run in runs}
   for name in listed:
     # A run of a planned name has the same config, as the name has its hash. Its
@@ -73,10 +73,10 @@ def prepare(
     with contextlib.suppress(FileNotFoundError, damage.DamagedError):
       if name not in planned:
         run = _read(folder, name)
-        found[_key(run.overrides)] = run
+        by_key[_key(run.overrides)] = run
   prepared = []
   for run in runs:
-    old = found.get(_key(run.overrides))
+    old = by_key.get(_key(run.overrides))
     if old is not None and run.name not in listed:
       changed = _changes(old, run)
       if changed:
@@ -158,9 +158,9 @@ def check_source(
   """
   there = source(folder) if names(folder) else None
   if there != str(given):
-    wanted = f"{there}, which made" if there else "a launch that first prepares"
+    origin = f"{there}, which made" if there else "a launch that first prepares"
     raise config_lib.ConfigError(
-      f"--config: got {given}, expected {wanted} {folder}"
+      f"--config: got {given}, expected {origin} {folder}"
     )
 
 
@@ -190,7 +190,7 @@ def _listed(folder: epath.Path) -> list[str]:
   try:
     return names(folder)
   except damage.DamagedError:
-    return [one.partition("/")[0] for one in files.glob(folder, f"*/{RUN}")]
+    return [name.partition("/")[0] for name in files.glob(folder, f"*/{RUN}")]
 
 
 def _is_name(name: object) -> bool:
@@ -226,16 +226,16 @@ def _key(overrides: Mapping[str, Any]) -> str:
 
 def _changes(old: grid.Run, new: grid.Run) -> dict[str, tuple[Any, Any]]:
   """The differences between configs that should compute the same."""
-  found = config_lib.differences(*(_plain(run_config(r)) for r in (old, new)))
+  pairs = config_lib.differences(*(_plain(run_config(r)) for r in (old, new)))
   return {
     name: pair
-    for name, pair in found.items()
+    for name, pair in pairs.items()
     if not run_folder.is_harmless(name)
   }
 
 
 def _plain(config: config_lib.RunConfig) -> dict[str, Any]:
-  """As JSON, in which tuples and lists are the same."""
+  """A config as JSON, in which tuples and lists are the same."""
   return json.loads(config_lib.to_json(config))
 
 

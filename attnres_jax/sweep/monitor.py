@@ -34,7 +34,7 @@ _REQUESTS = 16  # At a time, to an object store.
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-  """Of one run.
+  """The progress of one run.
 
   Attributes:
     name: of the run.
@@ -81,13 +81,13 @@ class Progress:
   run: grid.Run | None = None
 
 
-def of_run(folder: epath.PathLike, name: str, whole: bool = True) -> Progress:
+def of_run(folder: epath.PathLike, name: str, full: bool = True) -> Progress:
   """Progress of one run.
 
   Args:
     folder: of the sweep.
     name: of the run.
-    whole: whether to read all of its metrics, for `goodput`, `row` and `curve`;
+    full: whether to read all of its metrics, for `goodput`, `row` and `curve`;
       otherwise the end of the file is read, and these are empty.
 
   Raises:
@@ -98,7 +98,7 @@ def of_run(folder: epath.PathLike, name: str, whole: bool = True) -> Progress:
   if state.status == state_lib.DAMAGED:
     return Progress(name, state.status, state.error)
   try:
-    return _of_run(folder, folder_lib.read_run(folder, name), state, whole)
+    return _of_run(folder, folder_lib.read_run(folder, name), state, full)
   except stores.AccessError:
     raise
   except config_lib.ConfigError as error:
@@ -106,7 +106,7 @@ def of_run(folder: epath.PathLike, name: str, whole: bool = True) -> Progress:
 
 
 def _of_run(
-  folder: epath.PathLike, run: grid.Run, state: state_lib.State, whole: bool
+  folder: epath.PathLike, run: grid.Run, state: state_lib.State, full: bool
 ) -> Progress:
   workdir = epath.Path(folder) / run.name
   config = folder_lib.run_config(run)
@@ -115,20 +115,20 @@ def _of_run(
   with damage.of_file(workdir / "metrics.jsonl"):
     if status == state_lib.RUNNING and not claims.is_held(workdir):
       status = INTERRUPTED
-    if whole:
+    if full:
       rows = metrics.read_rows(workdir)
       spent = goodput_lib.of_rows(rows)
       train = [row for row in rows if row["split"] == "train"]
-      losses = [_loss(one) for one in train]
+      losses = [_loss(r) for r in train]
       curve = tuple(
-        (one["step"], math.nan if loss is None else loss)
-        for one, loss in zip(train, losses)
+        (r["step"], math.nan if loss is None else loss)
+        for r, loss in zip(train, losses)
       )
-      ends = {one["split"]: one for one in rows}
+      ends = {r["split"]: r for r in rows}
     else:
       rows, ends = [], metrics.last_rows(workdir)
     last = ends.get("train", {})
-    known = dict(
+    newest = dict(
       step=last.get("step", 0),
       train_loss=_loss(last),
       validation_loss=_loss(ends.get("validation", {})),
@@ -137,7 +137,7 @@ def _of_run(
     if status == state_lib.DONE and not ends:
       raise ValueError("no row in a finished run")
   if status == state_lib.DONE:
-    if whole:
+    if full:
       row = rows_lib.of_run(folder, run, state, rows)
     else:
       rows_lib.check(workdir)
@@ -157,34 +157,34 @@ def _of_run(
     row=row,
     curve=curve,
     run=run,
-    **known,
+    **newest,
   )
 
 
-def of_folder(folder: epath.PathLike, whole: bool = True) -> list[Progress]:
+def of_folder(folder: epath.PathLike, full: bool = True) -> list[Progress]:
   """Progress of every run, in the order of the sweep; see `of_run`."""
   names = folder_lib.names(folder)
   if not files.is_remote(folder):
-    return [of_run(folder, name, whole) for name in names]
+    return [of_run(folder, name, full) for name in names]
   with futures.ThreadPoolExecutor(_REQUESTS) as pool:
-    return list(pool.map(lambda name: of_run(folder, name, whole), names))
+    return list(pool.map(lambda name: of_run(folder, name, full), names))
 
 
 def details(folder: epath.PathLike, name: str) -> str:
   """The state of one run in words, and the error of its last attempt."""
-  one = of_run(folder, name, whole=False)
-  text = [table([one])]
+  progress = of_run(folder, name, full=False)
+  text = [table([progress])]
   workdir = epath.Path(folder) / name
-  if one.status != state_lib.DONE:
+  if progress.status != state_lib.DONE:
     for file in files.glob(workdir, "error*.txt"):
-      found = files.read(workdir / file).decode(errors="replace")
-      text.append(f"\n{file}\n{text_table.printable(found)}")
+      content = files.read(workdir / file).decode(errors="replace")
+      text.append(f"\n{file}\n{text_table.printable(content)}")
   return "\n".join(text)
 
 
 def rows(progress: Sequence[Progress]) -> list[Mapping[str, Any]]:
   """A row for every run that is done, in the order of the sweep."""
-  return [one.row for one in progress if one.row is not None]
+  return [run.row for run in progress if run.row is not None]
 
 
 def seconds_left(
@@ -201,11 +201,11 @@ def seconds_left(
   steps = progress.steps - progress.step
   if progress.step_seconds is not None:
     return steps * progress.step_seconds
-  measured = [one for one in others if one.step_seconds and one.step_work]
+  measured = [run for run in others if run.step_seconds and run.step_work]
   if not measured:
     return None
-  seconds = sum(one.step_seconds or 0.0 for one in measured)
-  work = sum(one.step_work for one in measured)
+  seconds = sum(run.step_seconds or 0.0 for run in measured)
+  work = sum(run.step_work for run in measured)
   return steps * progress.step_work * seconds / work
 
 
@@ -213,12 +213,12 @@ def total_seconds_left(
   progress: Sequence[Progress], parallel: int
 ) -> float | None:
   """Estimate for all runs that are not done, `parallel` at a time."""
-  left = [seconds_left(one, progress) for one in progress]
-  known = [seconds for seconds in left if seconds is not None]
-  if not any(seconds > 0 for seconds in known):
-    return None if len(known) < len(left) else 0.0
+  left = [seconds_left(run, progress) for run in progress]
+  estimates = [seconds for seconds in left if seconds is not None]
+  if not any(seconds > 0 for seconds in estimates):
+    return None if len(estimates) < len(left) else 0.0
   # A run is never split between workers.
-  return max(sum(known) / max(1, parallel), *known)
+  return max(sum(estimates) / max(1, parallel), *estimates)
 
 
 COLUMNS = (
@@ -231,22 +231,22 @@ def cells(progress: Sequence[Progress]) -> list[list[str]]:
   """A line per run, of `COLUMNS`."""
   return [
     [
-      one.name,
-      one.status,
-      f"{one.step:,}/{one.steps:,}",
-      _number(one.train_loss),
-      _number(one.validation_loss),
-      "" if (left := seconds_left(one, progress)) == 0.0 else duration(left),
-      f"{one.chip_hours:.3g}" if one.chip_hours else "",
-      str(one.attempts),
+      run.name,
+      run.status,
+      f"{run.step:,}/{run.steps:,}",
+      _number(run.train_loss),
+      _number(run.validation_loss),
+      "" if (left := seconds_left(run, progress)) == 0.0 else duration(left),
+      f"{run.chip_hours:.3g}" if run.chip_hours else "",
+      str(run.attempts),
     ]
-    for one in progress
+    for run in progress
   ]
 
 
 def table(progress: Sequence[Progress]) -> str:
   """The output of `status`: a line per run, then a summary and errors."""
-  parallel = sum(one.status == state_lib.RUNNING for one in progress)
+  parallel = sum(run.status == state_lib.RUNNING for run in progress)
   lines = [text_table.table(COLUMNS, cells(progress)), ""]
   lines.append(summary(progress, parallel))
   return "\n".join(lines + errors(progress))
@@ -255,27 +255,27 @@ def table(progress: Sequence[Progress]) -> str:
 def errors(progress: Sequence[Progress]) -> list[str]:
   """The error of every run that has one."""
   return [
-    text_table.printable(f"{one.name}: {one.error}")
-    for one in progress
-    if one.error
+    text_table.printable(f"{run.name}: {run.error}")
+    for run in progress
+    if run.error
   ]
 
 
 def summary(progress: Sequence[Progress], parallel: int) -> str:
   """One line: the number of runs in each state, and the time left."""
   counts: dict[str, int] = {}
-  for one in progress:
-    counts[one.status] = counts.get(one.status, 0) + 1
+  for run in progress:
+    counts[run.status] = counts.get(run.status, 0) + 1
   done = counts.pop(state_lib.DONE, 0)
   parts = [f"{done}/{len(progress)} done"]
   parts += [f"{count} {status}" for status, count in sorted(counts.items())]
   left = total_seconds_left(progress, parallel)
   if left != 0.0:
     parts.append(f"{duration(left)} left with {max(1, parallel)} at a time")
-  hours = sum(one.chip_hours for one in progress)
+  hours = sum(run.chip_hours for run in progress)
   if hours:
-    tokens = sum(one.tokens for one in progress)
-    every = sum(one.all_tokens for one in progress)
+    tokens = sum(run.tokens for run in progress)
+    every = sum(run.all_tokens for run in progress)
     parts.append(f"{tokens:,} of {every:,} tokens")
     parts.append(account.hours_text(hours))
   return ", ".join(parts)

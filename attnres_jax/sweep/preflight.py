@@ -59,26 +59,26 @@ def check(
     )
     config = folder_lib.run_config(same[0])
     config = plans_lib.resolve(config, devices, plans)
-    found = report.make_schedule_report(config, *slices)
+    result = report.make_schedule_report(config, *slices)
     names = same[0].name
     if len(same) > 1:
       names += f" and {len(same) - 1} more"
-    print(f"{names}: {_verdict(found)}", flush=True)
-    misfits += not found["fits"]
+    print(f"{names}: {_verdict(result)}", flush=True)
+    misfits += not result["fits"]
   if misfits:
     print(f"{misfits} of {len(groups)} programs do not fit {slice_name}")
   return not misfits
 
 
-def _verdict(found) -> str:
-  if "peak_bytes" not in found:
+def _verdict(result) -> str:
+  if "peak_bytes" not in result:
     return "does not fit"
   gib = 2**30
-  fits = "fits" if found["fits"] else "does not fit"
+  fits = "fits" if result["fits"] else "does not fit"
   return (
-    f"{fits}, {found['peak_bytes'] / gib:.1f} of"
-    f" {found['hbm_bytes'] / gib:.0f} GiB,"
-    f" {found['step_seconds']:.3f} s per step by estimate"
+    f"{fits}, {result['peak_bytes'] / gib:.1f} of"
+    f" {result['hbm_bytes'] / gib:.0f} GiB,"
+    f" {result['step_seconds']:.3f} s per step by estimate"
   )
 
 

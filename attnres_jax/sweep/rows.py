@@ -116,7 +116,7 @@ def check(workdir: epath.Path) -> tuple[dict[str, Any], str]:
 
 
 def step_bytes(metric_rows: Sequence[Row]) -> int | None:
-  """Of the training step as last compiled; None where JAX cannot tell."""
+  """Bytes of the step as last compiled; None where JAX cannot tell."""
   compiled = [r for r in metric_rows if r.get("function") == "train_step"]
   last = compiled[-1] if compiled else {}
   sizes: list[Any] = [

@@ -38,7 +38,7 @@ STATUSES = (
   PENDING, RUNNING, STOPPED, FAILED, REFUSED, DIVERGED, DONE, DAMAGED,
 )  # fmt: skip
 _Status = Annotated[
-  str, fields.Accepted(lambda one: one in STATUSES, " or ".join(STATUSES))
+  str, fields.Accepted(lambda word: word in STATUSES, " or ".join(STATUSES))
 ]
 # Workers without a name of a run take these.
 OPEN = (PENDING, RUNNING, STOPPED, FAILED)
@@ -56,7 +56,7 @@ FILE = "state.json"
 
 @dataclasses.dataclass(frozen=True)
 class State(fields.Checked, root=""):
-  """Of one run.
+  """The state of one run.
 
   Attributes:
     status: see the module.
@@ -150,7 +150,7 @@ class Attempt:
 
   @property
   def chip_hours(self) -> float:
-    """Of all attempts, until now."""
+    """Chip-hours of all attempts until now."""
     spent = self._spent() * self._chips
     return (self._earlier.chip_seconds + spent) / 3600
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is about to train, and what it has cost, in lines for people."""
+"""Lines for people: the run that is about to train, and its cost."""
 
 from collections.abc import Mapping, Sequence
 import os
@@ -54,7 +54,7 @@ def start_lines(
 
 
 def end_line(summary: Mapping[str, Any]) -> str:
-  """What a run has cost, over all of its attempts."""
+  """The cost of a run over all of its attempts."""
   tokens, hours = summary["tokens"], summary["chip_hours"]
   return f"cost: {hours_text(hours)}, {tokens:,} tokens"
 
@@ -67,7 +67,7 @@ def hours_text(chip_hours: float) -> str:
 
 
 def _blocks(model: config_lib.ModelConfig) -> str:
-  """Of the depth, as the scheme divides it."""
+  """The blocks into which the scheme divides the depth."""
   size = residuals.abstract_residual(model).block_size
   depth = model.num_sublayers
   if not size:

@@ -43,7 +43,7 @@ def write(folder: epath.Path, info: Mapping[str, Any]) -> None:
     folder: of the checkpoint, with all arrays.
     info: the JSON object that is saved with the arrays.
   """
-  found: dict[str, Any] = {_METADATA: {"xxh3": [_digest_of(info)]}}
+  sums: dict[str, Any] = {_METADATA: {"xxh3": [_digest_of(info)]}}
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     for path in _walk(folder):
       name = path.relative_to(folder).as_posix()
@@ -52,8 +52,8 @@ def write(folder: epath.Path, info: Mapping[str, Any]) -> None:
       size = path.stat().length
       starts = range(0, size, BLOCK_BYTES)
       digests = pool.map(lambda at, path=path: _block_digest(path, at), starts)
-      found[name] = {"bytes": size, "xxh3": list(digests)}
-  text = json.dumps({"files": found, "xxh3": _digest_of(found)}, indent=1)
+      sums[name] = {"bytes": size, "xxh3": list(digests)}
+  text = json.dumps({"files": sums, "xxh3": _digest_of(sums)}, indent=1)
   files.write(folder / FILE, text + "\n")
 
 

@@ -79,5 +79,5 @@ def check_acts(config: config_lib.RunConfig, name: str) -> None:
   else:
     acts = field in residuals.scheme_of(config.model).takes
   if not acts:
-    wanted = f"no value of its own with model.residual.name={residual.name!r}"
-    config_lib.fail(name, value, f"{wanted}, which does not read it")
+    expected = f"no value of its own with model.residual.name={residual.name!r}"
+    config_lib.fail(name, value, f"{expected}, which does not read it")

@@ -61,7 +61,7 @@ class Goodput:
 
   @property
   def chip_hours(self) -> float:
-    """What a cloud charges for, as far as rows tell."""
+    """Chip-hours that a cloud charges for, as far as rows tell."""
     return self.chip_seconds / 3600
 
 

@@ -55,7 +55,7 @@ def teach() -> None:
 def _store(path: str) -> dict[str, Any]:
   """TensorStore's description of a path, by the variables of AWS's clients."""
   bucket, _, key = path.removeprefix("s3://").partition("/")
-  found: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": key}
+  spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": key}
   variables = {
     "AWS_ENDPOINT_URL": "endpoint",
     "AWS_ENDPOINT_URL_S3": "endpoint",
@@ -64,8 +64,8 @@ def _store(path: str) -> dict[str, Any]:
   }
   for name, field in variables.items():  # The last one counts.
     if os.environ.get(name):
-      found[field] = os.environ[name]
+      spec[field] = os.environ[name]
   if os.environ.get("AWS_ACCESS_KEY_ID"):
     # Without this it looks for files of profiles, too, and complains.
-    found["aws_credentials"] = {"type": "environment"}
-  return found
+    spec["aws_credentials"] = {"type": "environment"}
+  return spec

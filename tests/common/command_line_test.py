@@ -88,7 +88,7 @@ def test_a_table_of_a_pipeline_has_a_limit(capsys):
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_command_takes_the_config(name):
   parser = PARSERS[name]
-  found = parser.parse_args(
+  options = parser.parse_args(
     [
       *({"worker": ["--folder=x"]}.get(name, [])),
       f"--config={SPEC}",
@@ -97,8 +97,8 @@ def test_every_command_takes_the_config(name):
       "--noconfig.log.tensorboard",
     ]
   ).config
-  assert found.fields == {"model.width": "32", "log.tensorboard": "false"}
-  assert found.load().model.width == 32
+  assert options.fields == {"model.width": "32", "log.tensorboard": "false"}
+  assert options.load().model.width == 32
   help_text = parser.format_help()
   assert "--config.FIELD" in help_text and "--help_config" in help_text
 
@@ -212,17 +212,17 @@ def test_references_stay_live_as_in_config_flags(tmp_path_factory, pairs):
     "config", config, flag_values=values, sys_argv=argv
   )
   values(argv)
-  wanted = values.config.to_dict()
+  expected = values.config.to_dict()
   try:
-    wanted = config_lib.build_run_config(wanted)
-    described.check(wanted)
+    expected = config_lib.build_run_config(expected)
+    described.check(expected)
   except config_lib.ConfigError as error:
-    wanted = str(error)
+    expected = str(error)
   try:
-    found = PARSERS["main"].parse_args(args).config.load()
+    actual = PARSERS["main"].parse_args(args).config.load()
   except config_lib.ConfigError as error:
-    found = str(error)
-  assert found == wanted
+    actual = str(error)
+  assert actual == expected
 
 
 @pytest.mark.parametrize("arguments", ["size=tiny", "size=large", "runlocal"])
@@ -391,15 +391,15 @@ def test_no_flag_is_other_than_utf_8(name, capsys):
 @pytest.mark.parametrize("last", [True, False])
 def test_help_config_has_the_values_of_the_config_that_is_named(last, capsys):
   flags = ["--config=configs/lm.py:size=micro", "--config.optim.peak_lr=0.5"]
-  asked = ["--help_config", "optim"]
+  request = ["--help_config", "optim"]
   with pytest.raises(SystemExit) as stop:
-    main.main([*flags, *asked] if last else [*asked, *flags])
+    main.main([*flags, *request] if last else [*request, *flags])
   text = capsys.readouterr().out
   assert stop.value.code == 0 and "--config.optim.peak_lr=0.5  (" in text
   steps = config_lib.load_config("configs/lm.py:size=micro").optim.warmup_steps
   assert f"--config.optim.warmup_steps={steps}  (" in text
   with pytest.raises(SystemExit) as stop:
-    main.main([*asked, "--config=none.py"])
+    main.main([*request, "--config=none.py"])
   assert stop.value.code == 2 and "none.py" in capsys.readouterr().err
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same seed gives the same weights and samples in any environment."""
+"""A seed gives the same weights and samples in any environment."""
 
 import jax
 import jax.numpy as jnp

@@ -78,7 +78,7 @@ def test_a_file_with_the_same_text_is_not_written_again(tmp_path):
 
 
 class TestNameFromFile:
-  """What a file of another person calls a name is one, or is refused."""
+  """Names in a file of another person stay in its folder, or are refused."""
 
   @given(st.text() | st.text(alphabet="./\\~a\0\n\x1b", max_size=6))
   @pytest.mark.parametrize("folders", [False, True])
@@ -91,10 +91,10 @@ class TestNameFromFile:
       assert str(error).isprintable()
       return
     folder = pathlib.Path("/folder/of/it")
-    found = pathlib.Path(os.path.normpath(folder / name))
+    path = pathlib.Path(os.path.normpath(folder / name))
     assert name == value and name.isprintable() and "\\" not in name
-    assert found.relative_to(folder).as_posix() == name
-    assert folders or found.parent == folder
+    assert path.relative_to(folder).as_posix() == name
+    assert folders or path.parent == folder
 
   def test_accepts(self):
     for name in ("a", "model-00001-of-00002.safetensors", "ein Name.json", "é"):

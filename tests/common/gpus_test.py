@@ -66,11 +66,11 @@ def test_every_target_has_rates(kind):
 @pytest.mark.needs("jax-cuda13-plugin")
 @pytest.mark.parametrize("name,hosts", [("h100-8", 1), ("b200-2x8", 2)])
 def test_devices(name, hosts):
-  found = topology.devices(name)
-  assert len(found) == 8 * hosts
-  assert len({device.process_index for device in found}) == hosts
-  assert found[0].device_kind == gpus.TARGETS[name[:4]].name
-  assert topology.chip(found[0]).hbm_bytes > 59 * 2**30
+  devices = topology.devices(name)
+  assert len(devices) == 8 * hosts
+  assert len({device.process_index for device in devices}) == hosts
+  assert devices[0].device_kind == gpus.TARGETS[name[:4]].name
+  assert topology.chip(devices[0]).hbm_bytes > 59 * 2**30
 
 
 @pytest.mark.needs("jax-cuda13-plugin")

@@ -51,14 +51,14 @@ def test_the_axis_that_does_not_fit_is_named():
     refused += 1
     with pytest.raises(config_lib.ConfigError) as error:
       sharding.make_mesh(config_lib.MeshConfig(**sizes), devices)
-    found = re.fullmatch(
+    match = re.fullmatch(
       r"config\.(.*): got (\d+), expected .* such as (\d+)(?: or (\d+))?",
       str(error.value),
     )
-    named = [axis.removeprefix("mesh.") for axis in found[1].split(" x ")]
-    assert math.prod(sizes[axis] for axis in named) == int(found[2])
+    named = [axis.removeprefix("mesh.") for axis in match[1].split(" x ")]
+    assert math.prod(sizes[axis] for axis in named) == int(match[2])
     assert all(sizes[axis] > 1 for axis in named)
-    for size in filter(None, found.groups()[2:]):
+    for size in filter(None, match.groups()[2:]):
       mended = sizes | dict.fromkeys(named, 1) | {named[-1]: int(size)}
       sharding.make_mesh(config_lib.MeshConfig(**mended), devices)
     if len(named) > 1:  # None of them is at fault by itself.
@@ -128,8 +128,8 @@ def test_data_crosses_slices():
 )
 def test_processes_with_the_same_rows_read_them_all(sizes, processes, expected):
   mesh = _mesh_of_processes(sizes, processes)
-  found = [sharding.share_of_rows(mesh, i) for i in range(len(expected))]
-  assert found == [(part, 1 + max(expected)) for part in expected]
+  shares = [sharding.share_of_rows(mesh, i) for i in range(len(expected))]
+  assert shares == [(part, 1 + max(expected)) for part in expected]
 
 
 def test_rows_that_processes_share_in_part():

@@ -47,8 +47,8 @@ def test_a_command_prints_no_codes(command, capsys):
   before = sys.stdout, sys.stderr
   command_line.run(command)
   assert (sys.stdout, sys.stderr) == before
-  found = "".join(capsys.readouterr())
-  assert found.count("\ufffd[2J") == found.count("[2J") >= 1
+  output = "".join(capsys.readouterr())
+  assert output.count("\ufffd[2J") == output.count("[2J") >= 1
 
 
 def test_bars_stay_in_their_line(capsys):

@@ -198,8 +198,8 @@ def test_text_in_a_bucket(bucket, tmp_path, monkeypatch):
     ("raw[1]", ["a.txt", "b.txt"]), ("raw[1]/b.txt", ["b.txt"]),
     ("raw[1]/*", ["a.txt", "b.txt"]), ("raw[0-9]/*", ["c.txt"]),
   ):  # fmt: skip
-    found = paths.list_files("data.path", f"{bucket}/{path}")
-    names = [file.name.rpartition("/")[2] for file in found]
+    files = paths.list_files("data.path", f"{bucket}/{path}")
+    names = [file.name.rpartition("/")[2] for file in files]
     assert names == expected
   for path in ("none", "none/*.txt"):
     with pytest.raises(config_lib.ConfigError, match="data.path: got"):

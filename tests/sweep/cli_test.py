@@ -75,8 +75,8 @@ def _refusals():
     module = importlib.import_module(f"attnres_jax.sweep.launchers.{name}")
     needed = NEEDED.get(name, [])
     yield name, [*needed, "nothing=1"]
-    for one in needed:
-      yield name, [other for other in needed if other != one]
+    for flag in needed:
+      yield name, [other for other in needed if other != flag]
     for setting, about in module.SETTINGS.items():
       if about.kind is not str:
         yield name, [*needed, f"{setting}=x"]
@@ -98,7 +98,7 @@ def test_a_refused_launch_writes_nothing(
     (tmp_path / "theirs" / file).write_text("theirs")
   monkeypatch.chdir(tmp_path)
   before = sorted(tmp_path.rglob("*"))
-  flags = [f"--set={one}" for one in settings]
+  flags = [f"--set={value}" for value in settings]
   flags += [f"--launcher={launcher}", f"--config={source}", "--workdir=new"]
   assert cli.main(tiny_sweep.EXPERIMENT, flags) == 2
   text = capsys.readouterr().err

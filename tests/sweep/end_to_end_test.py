@@ -75,7 +75,7 @@ def _start_tpu_vm(environment, host):
   """Runs the third of the printed commands on a `host`, a folder here."""
   settings = ["--launcher=tpu_vm", "--set=slice=v6e-8", "--set=zone=z"]
   out = _run(environment, *SWEEP, *settings, "--dry_run")
-  (start,) = [one for one in out.splitlines() if "nohup" in one]
+  (start,) = [line for line in out.splitlines() if "nohup" in line]
   python = (
     f'#!/bin/sh\necho $$ >>pids\nexec {shlex.quote(sys.executable)} "$@"\n'
   )
@@ -85,9 +85,9 @@ def _start_tpu_vm(environment, host):
   sources = os.pathsep.join(
     map(str, (tiny_run.ROOT, tiny_run.ROOT / "kernels"))
   )
-  own = {"PATH": path, "PYTHONPATH": sources}
+  paths = {"PATH": path, "PYTHONPATH": sources}
   process = subprocess.Popen(
-    ["sh", "-c", start], cwd=host, env=environment | own,
+    ["sh", "-c", start], cwd=host, env=environment | paths,
     start_new_session=True,
   )  # fmt: skip
   assert process.wait() == 0
@@ -110,8 +110,8 @@ def _kill_workers(host):
 
 
 def test_from_a_public_corpus_to_a_law(environment, tmp_path):
-  found = public_corpora.texts(CORPUS_BYTES)
-  public_corpora.fineweb_edu(tmp_path, found)
+  corpus = public_corpora.texts(CORPUS_BYTES)
+  public_corpora.fineweb_edu(tmp_path, corpus)
   arguments = [
     "--source=parquet", f"--path={tmp_path}/fineweb_edu", "--tokenizer=bytes",
     f"--output={CORPUS}",
@@ -138,7 +138,7 @@ def test_from_a_public_corpus_to_a_law(environment, tmp_path):
     rng, kills, deadline = random.Random(0), 0, time.monotonic() + 2400
     while True:
       states = [state_lib.read(f"{FOLDER}/{name}") for name in names]
-      if all(one.status == state_lib.DONE for one in states):
+      if all(state.status == state_lib.DONE for state in states):
         break
       texts = [log.read_text() for log in logs.values()]
       assert time.monotonic() < deadline, texts
@@ -150,8 +150,8 @@ def test_from_a_public_corpus_to_a_law(environment, tmp_path):
     with contextlib.suppress(subprocess.TimeoutExpired):
       processes[1].wait(200)  # Ray waits for runs that others have done.
   assert kills == 2
-  attempts = sum(one.attempts for one in states)
-  print("attempts", attempts, "hosts", {one.host for one in states})
+  attempts = sum(state.attempts for state in states)
+  print("attempts", attempts, "hosts", {state.host for state in states})
   assert "12/12 done" in _run(environment, "status", *SWEEP[-2:])
   table = tmp_path / "rows.csv"
   _run(environment, "collect", *SWEEP[-2:], f"--out={table}")

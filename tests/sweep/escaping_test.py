@@ -40,12 +40,12 @@ class _Tags(html.parser.HTMLParser):
 
 
 def _assert_harmless(text, times):
-  found = _Tags()
-  found.feed(text)
-  assert "<script" not in text.lower() and "script" not in found.tags
-  assert "img" not in found.tags and "onerror" not in found.attributes
+  tags = _Tags()
+  tags.feed(text)
+  assert "<script" not in text.lower() and "script" not in tags.tags
+  assert "img" not in tags.tags and "onerror" not in tags.attributes
   # It is there, as text.
-  assert "".join(found.text).count("alert('x')") >= times
+  assert "".join(tags.text).count("alert('x')") >= times
 
 
 def _is_number(text):
@@ -56,11 +56,11 @@ def _is_number(text):
     return False
 
 
-def _spoiled(values, keep=()):
+def _spoiled(values, but=()):
   """Every text of a mapping that is not a number."""
   return {
     name: HOSTILE + value
-    if isinstance(value, str) and not _is_number(value) and name not in keep
+    if isinstance(value, str) and not _is_number(value) and name not in but
     else value
     for name, value in values.items()
   }
@@ -74,16 +74,16 @@ def test_reports_of_sweeps(tmp_path, kind):
     tiny_sweep.leave(tmp_path, run)
   progress = [
     dataclasses.replace(
-      one,
+      p,
       name=HOSTILE,
       error=HOSTILE,
       # Schemes are looked up; all others come from files.
-      row=_spoiled(one.row, keep=("residual",)),
+      row=_spoiled(p.row, but=("residual",)),
       run=dataclasses.replace(
-        one.run, overrides=_spoiled(one.run.overrides, keep=("residual",))
+        p.run, overrides=_spoiled(p.run.overrides, but=("residual",))
       ),
     )
-    for one in monitor.of_folder(tmp_path)
+    for p in monitor.of_folder(tmp_path)
   ]
   bad = monitor.Progress(HOSTILE, HOSTILE, HOSTILE, HOSTILE, step_work=1.0)
   _assert_harmless(render(tmp_path, [*progress, bad]), times=18)
@@ -92,11 +92,11 @@ def test_reports_of_sweeps(tmp_path, kind):
 def test_unknown_schemes(tmp_path):
   (run,) = folder_lib.prepare(tmp_path, grid.load("configs/scaling.py")[:1], "")
   tiny_sweep.leave(tmp_path, run)
-  (one,) = monitor.of_folder(tmp_path)
-  row = _spoiled(one.row)
+  (p,) = monitor.of_folder(tmp_path)
+  row = _spoiled(p.row)
   assert row["residual"].startswith(HOSTILE)
-  one = dataclasses.replace(one, residual=row["residual"], row=row)
-  _assert_harmless(sweep_page.render(tmp_path, [one], HOSTILE), times=5)
+  p = dataclasses.replace(p, residual=row["residual"], row=row)
+  _assert_harmless(sweep_page.render(tmp_path, [p], HOSTILE), times=5)
 
 
 def test_text_becomes_html_in_one_place():

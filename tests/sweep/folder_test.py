@@ -78,18 +78,18 @@ def test_a_damaged_description_is_written_again(tmp_path, source):
   """Whatever it says: a name has the hash of the config."""
   runs = tiny_sweep.prepare(tmp_path / "sweep", source)
   path = tmp_path / "sweep" / runs[1].name / folder.RUN
-  whole = path.read_text()
+  before = path.read_text()
   for change in (
     lambda values: values["config"].update(seed=0),
     lambda values: values["overrides"].update(seed=0),
     lambda values: values["config"].pop("optim"),
     lambda values: values.clear(),
   ):
-    values = json.loads(whole)
+    values = json.loads(before)
     change(values)
     path.write_text(json.dumps(values))
     assert tiny_sweep.prepare(tmp_path / "sweep", source) == runs
-    assert path.read_text() == whole
+    assert path.read_text() == before
 
 
 def test_what_computes_the_same_may_change(tmp_path, source):

@@ -36,7 +36,7 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, source):
+def unbroken(tmp_path_factory, source):
   """The folder of an undisturbed sweep."""
   folder = tmp_path_factory.mktemp("whole") / "sweep[1]"
   code, text = tiny_sweep.launch(folder, source, "--max_parallel=2")
@@ -45,15 +45,15 @@ def whole(tmp_path_factory, source):
   return folder
 
 
-def _assert_same(whole, broken):
-  names = [run.name for run in folder_lib.read(whole)]
+def _assert_same(unbroken, broken):
+  names = [run.name for run in folder_lib.read(unbroken)]
   assert names == [run.name for run in folder_lib.read(broken)]
   for name in names:
-    tiny_run.assert_same_run(whole / name, broken / name)
+    tiny_run.assert_same_run(unbroken / name, broken / name)
     assert tiny_sweep.state(broken / name)["status"] == "done"
     assert (broken / name / "summary.json").exists()
   results = [
-    monitor.rows(monitor.of_folder(folder)) for folder in (whole, broken)
+    monitor.rows(monitor.of_folder(folder)) for folder in (unbroken, broken)
   ]
   for ours, theirs in zip(*results, strict=True):
     for name, value in ours.items():
@@ -118,7 +118,7 @@ def _kill_at_random(rng, folder, source, anywhere):
   return at_work
 
 
-def _survive(whole, source, parent, kills, anywhere):
+def _survive(unbroken, source, parent, kills, anywhere):
   """Kills a sweep at work so often; one that is done makes way for another."""
   seed = random.randrange(2**32)
   print("random seed", seed)
@@ -127,20 +127,20 @@ def _survive(whole, source, parent, kills, anywhere):
   folder = next(folders)
   for _ in range(kills):
     while not _kill_at_random(rng, folder, source, anywhere):
-      _finish(whole, source, folder)
+      _finish(unbroken, source, folder)
       folder = next(folders)
-  _finish(whole, source, folder)
+  _finish(unbroken, source, folder)
 
 
-def _finish(whole, source, folder):
+def _finish(unbroken, source, folder):
   code, text = tiny_sweep.launch(folder, source, "--max_parallel=2")
   assert code == 0, text
-  _assert_same(whole, folder)
+  _assert_same(unbroken, folder)
 
 
 @pytest.mark.more
-def test_killed_sweep_ends_like_an_undisturbed_one(whole, source, tmp_path):
-  _survive(whole, source, tmp_path, kills=1, anywhere=False)
+def test_killed_sweep_ends_like_an_undisturbed_one(unbroken, source, tmp_path):
+  _survive(unbroken, source, tmp_path, kills=1, anywhere=False)
 
 
 @pytest.mark.slow
@@ -148,16 +148,16 @@ def test_twenty_kills(tmp_path):
   path = tmp_path / "tiny.py"
   fields = FIELDS | {"train.steps": 600, "train.eval_every": 200}
   source = tiny_sweep.write(path, seeds=(0, 1, 2, 3), **fields)
-  whole = tmp_path / "whole"
+  unbroken = tmp_path / "whole"
   code, text = tiny_sweep.finish(
-    tiny_sweep.start(whole, source, "--max_parallel=2")
+    tiny_sweep.start(unbroken, source, "--max_parallel=2")
   )
   assert code == 0, text
-  _survive(whole, source, tmp_path, kills=20, anywhere=True)
+  _survive(unbroken, source, tmp_path, kills=20, anywhere=True)
 
 
 @pytest.mark.slow
-def test_two_launchers_at_once(whole, source, tmp_path):
+def test_two_launchers_at_once(unbroken, source, tmp_path):
   folder = tmp_path / "sweep"
   launchers = [
     tiny_sweep.start(folder, source, "--max_parallel=2") for _ in range(2)
@@ -165,7 +165,7 @@ def test_two_launchers_at_once(whole, source, tmp_path):
   for launcher in launchers:
     code, text = tiny_sweep.finish(launcher)
     assert code == 0, text
-  _assert_same(whole, folder)
+  _assert_same(unbroken, folder)
   for run in folder_lib.read(folder):
     # No run was trained twice.
     assert len(tiny_run.events(folder / run.name, "start")) == 1
@@ -187,7 +187,7 @@ def test_full_disk_fails_a_run_with_one_cause(source, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_during_a_sweep(whole, source, tmp_path):
+def test_a_disk_that_fills_up_during_a_sweep(unbroken, source, tmp_path):
   """On a real file system of a few megabytes, where one may be mounted."""
   if (
     shutil.which("unshare") is None
@@ -215,24 +215,24 @@ def test_a_disk_that_fills_up_during_a_sweep(whole, source, tmp_path):
   # With room again, the same command finishes from what was saved.
   code, text = tiny_sweep.finish(tiny_sweep.start(out, source))
   assert code == 0, text
-  _assert_same(whole, out)
+  _assert_same(unbroken, out)
 
 
 @pytest.mark.more
-def test_report_rows_and_status(whole, tmp_path, capsys):
-  for run in folder_lib.read(whole):
-    log = (whole / run.name / "log.txt").read_text()
+def test_report_rows_and_status(unbroken, tmp_path, capsys):
+  for run in folder_lib.read(unbroken):
+    log = (unbroken / run.name / "log.txt").read_text()
     assert re.search(r"^cost: [\d.e-]+ chip-hours, 7,680 tokens$", log, re.M)
-  assert (whole / cli.REPORT).read_text() == str(whole)
+  assert (unbroken / cli.REPORT).read_text() == str(unbroken)
   target = tmp_path / "rows.csv"
-  workdir = f"--workdir={whole}"
+  workdir = f"--workdir={unbroken}"
   arguments = ["collect", workdir, f"--out={target}"]
   assert cli.main(tiny_sweep.EXPERIMENT, arguments) == 0
   assert "2 of 2 runs" in capsys.readouterr().out
   for row, run in zip(
-    csv_rows.read(target), folder_lib.read(whole), strict=True
+    csv_rows.read(target), folder_lib.read(unbroken), strict=True
   ):
-    summary = json.loads((whole / run.name / "summary.json").read_text())
+    summary = json.loads((unbroken / run.name / "summary.json").read_text())
     assert float(row["validation_loss"]) == pytest.approx(
       summary["validation_loss"], abs=1e-6
     )

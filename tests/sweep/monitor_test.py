@@ -64,15 +64,15 @@ def test_runs_of_a_folder(tmp_path):
   (workdir / "metrics.jsonl").write_text(lines + '{"split": "tr')
   state = state_lib.State(status="running", attempts=2, seconds=7.0)
   state_lib.write(workdir, state)
-  found = monitor.of_folder(tmp_path / "sweep")
-  assert [one.name for one in found] == [first.name, second.name]
-  one = found[0]
-  assert (one.step, one.steps, one.attempts) == (3, 20, 2)
-  assert (one.train_loss, one.validation_loss) == (5.5, 5.25)
+  states = monitor.of_folder(tmp_path / "sweep")
+  assert [entry.name for entry in states] == [first.name, second.name]
+  entry = states[0]
+  assert (entry.step, entry.steps, entry.attempts) == (3, 20, 2)
+  assert (entry.train_loss, entry.validation_loss) == (5.5, 5.25)
   # No live process holds it.
-  assert one.status == monitor.INTERRUPTED
-  assert one.goodput.step == pytest.approx(1.5)
-  assert found[1].status == state_lib.PENDING
+  assert entry.status == monitor.INTERRUPTED
+  assert entry.goodput.step == pytest.approx(1.5)
+  assert states[1].status == state_lib.PENDING
   failed = state_lib.State(status="failed", attempts=1, error="Error: cause")
   state_lib.write(workdir, failed)
   table = monitor.table(monitor.of_folder(tmp_path / "sweep"))
@@ -88,6 +88,6 @@ def test_a_finished_run_without_a_row_of_training(tmp_path):
   file = tmp_path / "sweep" / run.name / "metrics.jsonl"
   rows = file.read_text().splitlines(keepends=True)
   file.write_text("".join(row for row in rows if '"train"' not in row))
-  for whole in (False, True):
-    (one,) = monitor.of_folder(tmp_path / "sweep", whole)
-    assert one.status == state_lib.DONE and (one.row is not None) == whole
+  for full in (False, True):
+    (end,) = monitor.of_folder(tmp_path / "sweep", full)
+    assert end.status == state_lib.DONE and (end.row is not None) == full

@@ -21,7 +21,7 @@ def test_schemes_of_one_size_are_pairs():
   counts = {row["active_params"] for row in rows if row["size"] == "s"}
   assert len(counts) > 1
   runs = rows_lib.by_scheme(rows, "6nd")
-  pairs = {name: [*zip(own.size, own.seed)] for name, own in runs.items()}
+  pairs = {name: [*zip(arm.size, arm.seed)] for name, arm in runs.items()}
   assert pairs["prenorm"] == pairs["block_attnres"] == pairs["full_attnres"]
   assert len(set(runs["prenorm"].size)) == 4
   control = set(pairs["rescaled"])
@@ -35,12 +35,12 @@ def test_a_rate_for_each_scheme_is_no_size():
   rates = {"prenorm": "0.003", "block_attnres": "0.006"}
 
   def tuned(row):
-    own = {"optim.peak_lr": rates.get(row["residual"], "0.001")}
-    return {"run": row["run"]} | own | row
+    rate = {"optim.peak_lr": rates.get(row["residual"], "0.001")}
+    return {"run": row["run"]} | rate | row
 
   after = rows_lib.by_scheme([tuned(row) for row in rows], "6nd")
-  for scheme, own in before.items():
-    assert own.size == after[scheme].size
+  for scheme, arm in before.items():
+    assert arm.size == after[scheme].size
   block, _ = fit.without_failed(after["block_attnres"])
   scaling.effective_speedup(after["prenorm"], block)
   rates = {"prenorm": "0.012"}
@@ -63,7 +63,7 @@ def test_budgets_are_sizes():
 
 def test_compute_with_a_vocabulary_that_only_files_know():
   """With `data.tokenizer=ids`, run.json has no size; a head does not count."""
-  unknown, known = (
+  unknown, sized = (
     rows_lib.compute_of(
       config_lib.RunConfig(
         model=tiny_network.config(
@@ -73,7 +73,7 @@ def test_compute_with_a_vocabulary_that_only_files_know():
     )
     for size in (0, 16)
   )
-  assert unknown == known and known["compute_attention"] > 0
+  assert unknown == sized and sized["compute_attention"] > 0
 
 
 def test_step_bytes_are_those_of_the_program_that_ran():

@@ -39,8 +39,8 @@ def sweep(add):
 
 def write(path, seeds=(0, 1), **fields):
   """Writes a config file with a sweep over seeds; returns its name."""
-  own = {"model.residual.name": "prenorm"} | tiny_run.corpus(path.parent)
-  fields = tiny_run.FIELDS | own | fields
+  defaults = {"model.residual.name": "prenorm"} | tiny_run.corpus(path.parent)
+  fields = tiny_run.FIELDS | defaults | fields
   path.write_text(_FILE.format(fields=fields, seeds=seeds))
   return str(path)
 
@@ -127,10 +127,10 @@ def finish(process, timeout=300):
 
 def workers(process, folder):
   """Process ids of all living workers, dead launchers' included."""
-  found = set()
+  pids = set()
   try:
     file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    found.update(int(pid) for pid in file.read_text().split())
+    pids.update(int(pid) for pid in file.read_text().split())
   except OSError:
     pass  # The launcher is gone.
   for run in folder_lib.read(folder):
@@ -140,8 +140,8 @@ def workers(process, folder):
     except OSError:
       continue
     if "attnres_jax.sweep.worker" in command and run.name in command:
-      found.add(pid)
-  return sorted(found)
+      pids.add(pid)
+  return sorted(pids)
 
 
 def state(workdir):

@@ -10,8 +10,8 @@ SPEC = f"{tiny_run.ROOT}/configs/lm.py:size=micro"
 
 def test_six_lines():
   config = config_lib.load_config(SPEC, {"train.steps": 50})
-  found = account.start_lines(config, "runs/x", 123456, [12_800])
-  assert found == [
+  lines = account.start_lines(config, "runs/x", 123456, [12_800])
+  assert lines == [
     "scheme:     Block AttnRes (block_attnres)",
     "blocks:     4 of 2 sublayers; 8 sublayers",
     "parameters: 123,456",
@@ -25,5 +25,5 @@ def test_a_shorter_last_block():
   fields = {"num_layers": 4, "residual.num_blocks": 0, "residual.block_size": 3}
   fields = {f"model.{name}": value for name, value in fields.items()}
   config = config_lib.load_config(SPEC, fields)
-  found = account.start_lines(config, "x", 1, [1000])
-  assert found[1].endswith(" 3 of 3 sublayers, the last of 2; 8 sublayers")
+  lines = account.start_lines(config, "x", 1, [1000])
+  assert lines[1].endswith(" 3 of 3 sublayers, the last of 2; 8 sublayers")

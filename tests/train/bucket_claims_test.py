@@ -159,10 +159,10 @@ def test_a_lease_counts_from_its_stamp(place, monkeypatch):
 
   monkeypatch.setattr(stores, "create", slowly)
   monkeypatch.setattr(claims, "LEASE_SECONDS", 0.5)
-  claim, asked = claims.acquire(place), []
-  monkeypatch.setattr(claim, "_confirm_now", lambda: asked.append(place))
+  claim, requests = claims.acquire(place), []
+  monkeypatch.setattr(claim, "_confirm_now", lambda: requests.append(place))
   claim.confirm()
-  assert asked
+  assert requests
   claim.release()
 
 
@@ -211,14 +211,14 @@ def test_of_two_writers_one_gets_each_folder(server, place, tmp_path):
   kind, url = server
   go = tmp_path / "go"
   with buckets.Proxy(url, share=0.1, ways=(503, 429, "cut")) as proxy:
-    own = kind, proxy.url
-    racers = [_start(own, RACER, place, go, 10) for _ in range(2)]
+    flaky = kind, proxy.url
+    racers = [_start(flaky, RACER, place, go, 10) for _ in range(2)]
     for racer in racers:
       line = racer.stdout.readline()
       assert line == "ready\n", line + racer.stderr.read()
     go.touch()
-    found = [racer.communicate(timeout=500)[0].split() for racer in racers]
-  assert sorted(map(int, sum(found, []))) == list(range(10))
+    numbers = [racer.communicate(timeout=500)[0].split() for racer in racers]
+  assert sorted(map(int, sum(numbers, []))) == list(range(10))
   assert proxy.failures
   leases = [claims._leases(place_path(f"{place}/{i}")) for i in range(10)]
   assert leases == [[0]] * 10

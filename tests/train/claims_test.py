@@ -41,14 +41,14 @@ def no_locks(monkeypatch):
 @pytest.fixture
 def nfs(monkeypatch):
   """A network disk, which compares a lock with how its file is opened."""
-  known = fcntl.flock
+  real = fcntl.flock
   wrong = {os.O_WRONLY: fcntl.LOCK_SH, os.O_RDONLY: fcntl.LOCK_EX}
 
   def flock(file, kind):
     opened = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
     if kind & wrong.get(opened, 0):
       raise OSError(errno.EBADF, "Bad file descriptor")
-    known(file, kind)
+    real(file, kind)
 
   monkeypatch.setattr(fcntl, "flock", flock)
 
@@ -138,12 +138,12 @@ def test_who_may_only_read_sees_whether_it_is_held(tmp_path, monkeypatch, held):
   claim = claims.acquire(tmp_path)
   if not held:
     claim.release()
-  known = open
+  real = open
 
   def open_to_read(path, mode="r", **options):
     if mode != "r":
       raise PermissionError(errno.EACCES, "Permission denied", str(path))
-    return known(path, mode, **options)
+    return real(path, mode, **options)
 
   monkeypatch.setattr("builtins.open", open_to_read)
   assert claims.is_held(tmp_path) == held

@@ -35,8 +35,8 @@ SECOND = [
 
 
 def test_two_attempts():
-  found = goodput.of_rows(FIRST + SECOND)
-  assert found == goodput.Goodput(
+  spent = goodput.of_rows(FIRST + SECOND)
+  assert spent == goodput.Goodput(
     startup=(42 - 35) + (40 - 31),
     compile=30 + 5 + 31,
     step=10 * (1.5 + 1.5 + 2.5 + 1.5),
@@ -47,18 +47,18 @@ def test_two_attempts():
     lost_steps=5,
     chip_seconds=16 + 66 + 70 + 20 + 4 + 6 + 13,
   )
-  assert found.total == pytest.approx(16 + 66 + 70 + 20 + 4 + 6 + 13)
-  assert "lost_steps" not in found.seconds
+  assert spent.total == pytest.approx(16 + 66 + 70 + 20 + 4 + 6 + 13)
+  assert "lost_steps" not in spent.seconds
 
 
 def test_chip_hours_count_the_chips_of_each_attempt():
   first = [FIRST[0] | dict(devices=16, device_kind="TPU v5"), *FIRST[1:]]
   second = [SECOND[0] | dict(devices=8, device_kind="TPU v3"), *SECOND[1:]]
   # Two devices of a v3 share a chip; what is lost was the first attempt's.
-  own = 42 + 20 * 2 + 3 + 1 + 4, 40 + 20 * 2.5 + 2
-  found = goodput.of_rows(first + second)
-  assert found.chip_seconds == (own[0] + 13) * 16 + own[1] * 4
-  assert found.chip_hours == found.chip_seconds / 3600
+  held = 42 + 20 * 2 + 3 + 1 + 4, 40 + 20 * 2.5 + 2
+  spent = goodput.of_rows(first + second)
+  assert spent.chip_seconds == (held[0] + 13) * 16 + held[1] * 4
+  assert spent.chip_hours == spent.chip_seconds / 3600
 
 
 def test_what_a_kill_undoes():
@@ -73,6 +73,6 @@ def test_what_a_kill_undoes():
 
 def test_an_attempt_that_was_killed_while_it_compiled():
   cut = FIRST[:2]
-  found = goodput.of_rows(cut + SECOND[:3])
-  assert found.compile == 30 + 31
-  assert found.startup == 40 - 31, "the first attempt was never ready"
+  spent = goodput.of_rows(cut + SECOND[:3])
+  assert spent.compile == 30 + 31
+  assert spent.startup == 40 - 31, "the first attempt was never ready"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run finds in its folder before it starts."""
+"""A run reads its folder before it starts."""
 
 from etils import epath
 import pytest

@@ -65,15 +65,15 @@ def _signalled(program, kind, mode):
    (signal.SIGHUP, "work"), (signal.SIGUSR1, "work")],
 )  # fmt: skip
 def test_before_work_a_signal_ends_the_process(kind, mode):
-  found = _signalled(_PROGRAM, kind, mode)
+  actual = _signalled(_PROGRAM, kind, mode)
   expected = (0, f"received {kind.name}\n") if mode == "work" else (7, "left\n")
-  assert found == expected
+  assert actual == expected
 
 
 def test_what_nohup_ignores_stays_ignored():
   program = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-  found = _signalled(program + _PROGRAM, signal.SIGHUP, "work")
-  assert found == (0, "received None\n")
+  actual = _signalled(program + _PROGRAM, signal.SIGHUP, "work")
+  assert actual == (0, "received None\n")
 
 
 @pytest.mark.parametrize("first", [0, 1, 300])
@@ -113,12 +113,12 @@ sys.exit(3)
 """
 
 
-@tiers.parametrize("how", ["reader ends", "closed", "full"], first=["closed"])
-def test_a_process_outlives_its_outputs(how, tmp_path):
+@tiers.parametrize("way", ["reader ends", "closed", "full"], first=["closed"])
+def test_a_process_outlives_its_outputs(way, tmp_path):
   end = tmp_path / "end"
   argv = [sys.executable, "-c", _TALKER, str(end)]
   environment = tiny_run.environment() | {"PYTHONIOENCODING": "ascii"}
-  if how == "reader ends":
+  if way == "reader ends":
     read, write = os.pipe()
     process = subprocess.Popen(
       argv, stdout=write, stderr=write, env=environment
@@ -126,7 +126,7 @@ def test_a_process_outlives_its_outputs(how, tmp_path):
     os.close(write)
     os.read(read, 1)
     os.close(read)
-  elif how == "closed":
+  elif way == "closed":
     shell = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *argv]
     process = subprocess.Popen(shell, env=environment)
   else:

@@ -44,8 +44,8 @@ def _load(fields):
   return start.find(config).load(train_state.make_program(config, mesh))
 
 
-def _assert_equal(one, other):
-  jax.tree.map(np.testing.assert_array_equal, one, other)
+def _assert_equal(model, other):
+  jax.tree.map(np.testing.assert_array_equal, model, other)
 
 
 def test_begins_with_the_weights_and_the_state_of_the_optimiser(run, fields):

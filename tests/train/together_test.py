@@ -52,7 +52,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(runs, tmp_path_factory):
+def ordinary(runs, tmp_path_factory):
   """Metrics of the same runs, each trained by itself."""
   folder = tmp_path_factory.mktemp("alone")
   for run in runs:
@@ -69,8 +69,8 @@ def _numbers(rows, split):
   ])  # fmt: skip
 
 
-def _assert_same(folder, alone):
-  for name, rows in alone.items():
+def _assert_same(folder, ordinary):
+  for name, rows in ordinary.items():
     here = metrics.read_rows(folder / name)
     for split in ("train", "validation"):
       expected = _numbers(rows, split)
@@ -80,14 +80,14 @@ def _assert_same(folder, alone):
       )
 
 
-def test_a_seed_equals_its_ordinary_run(runs, alone, tmp_path, capfd):
-  losses = [_numbers(rows, "train")[-1, 1] for rows in alone.values()]
+def test_a_seed_equals_its_ordinary_run(runs, ordinary, tmp_path, capfd):
+  losses = [_numbers(rows, "train")[-1, 1] for rows in ordinary.values()]
   assert len(set(losses)) == len(runs), "runs that differ"
   folder_lib.prepare(tmp_path, runs, "here")
   assert launcher.launch(runs, tmp_path, launchers.Options()) == 0
-  _assert_same(tmp_path, alone)
+  _assert_same(tmp_path, ordinary)
   progress = monitor.of_folder(tmp_path)
-  assert {one.status for one in progress} == {state_lib.DONE}
+  assert {run.status for run in progress} == {state_lib.DONE}
   assert [row["run"] for row in monitor.rows(progress)] == [
     r.name for r in runs
   ]
@@ -95,19 +95,19 @@ def test_a_seed_equals_its_ordinary_run(runs, alone, tmp_path, capfd):
   assert "2 arms, 4 runs" in out and "compiled in" in out
   gap = re.search(r"Block AttnRes +step +8/8 .* minus PreNorm (\S+) ±", out)
   last = [
-    np.mean([_numbers(alone[r.name], "train")[-1, 1] for r in runs
+    np.mean([_numbers(ordinary[r.name], "train")[-1, 1] for r in runs
              if r.overrides["residual"] == scheme])
     for scheme in SCHEMES
   ]  # fmt: skip
   assert float(gap[1]) == pytest.approx(last[1] - last[0], abs=6e-4)
   # Of the group, each run has its share.
-  spent = sum(one.seconds for one in progress)
+  spent = sum(run.seconds for run in progress)
   assert (
-    0 < spent == pytest.approx(sum(one.chip_hours for one in progress) * 3600)
+    0 < spent == pytest.approx(sum(run.chip_hours for run in progress) * 3600)
   )
 
 
-def test_groups_resume_where_they_were_stopped(runs, alone, tmp_path):
+def test_groups_resume_where_they_were_stopped(runs, ordinary, tmp_path):
   folder_lib.prepare(tmp_path, runs, "here")
   for scheme, steps in zip(SCHEMES, (4, 2)):
     same = [run for run in runs if run.overrides["residual"] == scheme]
@@ -122,14 +122,14 @@ def test_groups_resume_where_they_were_stopped(runs, alone, tmp_path):
     group.save()
     group.close()
   assert launcher.launch(runs, tmp_path, launchers.Options()) == 0
-  _assert_same(tmp_path, alone)
+  _assert_same(tmp_path, ordinary)
   rows = metrics.read_rows(tmp_path / runs[0].name)
   events = [row["event"] for row in rows if row["split"] == "event"]
   assert events[0] == "start" and "resume" in events
 
 
 def test_a_killed_process_loses_the_steps_since_its_last_save(
-  runs, alone, tmp_path
+  runs, ordinary, tmp_path
 ):
   """Nothing is closed, as after a kill -9 beyond the save at step 4."""
   saved = [
@@ -149,7 +149,7 @@ def test_a_killed_process_loses_the_steps_since_its_last_save(
   while group.step < 6:
     group.advance()
   assert launcher.launch(saved, tmp_path, launchers.Options()) == 0
-  _assert_same(tmp_path, {run.name: alone[run.name] for run in saved})
+  _assert_same(tmp_path, {run.name: ordinary[run.name] for run in saved})
   rows = metrics.read_rows(tmp_path / saved[0].name)
   (resume,) = [row for row in rows if row.get("event") == "resume"]
   assert resume["step"] == 4 and resume["lost_steps"] == 2
@@ -157,7 +157,7 @@ def test_a_killed_process_loses_the_steps_since_its_last_save(
 
 
 def test_a_seed_that_diverges_leaves_the_others(
-  runs, alone, tmp_path, monkeypatch
+  runs, ordinary, tmp_path, monkeypatch
 ):
   folder_lib.prepare(tmp_path, runs, "here")
   train = together.Batches.train
@@ -177,11 +177,11 @@ def test_a_seed_that_diverges_leaves_the_others(
   monkeypatch.setattr(together.step_log.StepLog, "_check_finite", refuse)
   assert launcher.launch(runs, tmp_path, launchers.Options()) == 1
   progress = monitor.of_folder(tmp_path)
-  statuses = [one.status for one in progress]
+  statuses = [run.status for run in progress]
   assert statuses == [state_lib.DIVERGED, *[state_lib.DONE] * 3]
   assert "loss is nan" in progress[0].error
   last = runs[2].name
-  _assert_same(tmp_path, {last: alone[last]})
+  _assert_same(tmp_path, {last: ordinary[last]})
 
 
 def test_what_cannot_be_trained_together_is_refused(runs, tmp_path):

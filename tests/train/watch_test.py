@@ -43,10 +43,10 @@ def test_the_cause_of_a_stall(data_wait, collected, saving, cause):
   collector.on_collection("start", {})
   clock.now += collected
   collector.on_collection("stop", {})
-  found = stalls.add(5.0, data_wait, saving)
-  assert found["cause"] == cause
-  assert found["median_seconds"] == pytest.approx(1.01)
-  assert found["collector_seconds"] == pytest.approx(collected)
+  stall = stalls.add(5.0, data_wait, saving)
+  assert stall["cause"] == cause
+  assert stall["median_seconds"] == pytest.approx(1.01)
+  assert stall["collector_seconds"] == pytest.approx(collected)
   # The collector's time belongs to that step alone.
   assert stalls.add(5.0, 0.0, False)["collector_seconds"] == 0.0
 

@@ -108,7 +108,7 @@ def todo(
   if options.dry_run and files.is_remote(folder):
     return list(runs)
   over = (state_lib.DONE, state_lib.DIVERGED, state_lib.DAMAGED)
-  found = []
+  open_runs = []
   for run in runs:
     workdir = epath.Path(folder) / run.name
     state = state_lib.read(workdir)
@@ -116,5 +116,5 @@ def todo(
       state = dataclasses.replace(state, status=state_lib.PENDING)
       state_lib.write(workdir, state)
     if state.status not in over:
-      found.append(run)
-  return found
+      open_runs.append(run)
+  return open_runs

@@ -118,28 +118,28 @@ def parse(options: launchers.Options) -> types.SimpleNamespace:
   """The settings of a launch, with `tpu` (the slice), `hosts` of one slice, and
   `flavor` and `node_labels` of the node pools that a run may use.
   """
-  found = settings_lib.read(SETTINGS, options.settings)
-  found.tpu = slices.parse("slice", found.slice, "gke_accelerator")
-  chips = found.tpu.chips
-  found.chips_per_host = found.chips_per_host or min(
+  values = settings_lib.read(SETTINGS, options.settings)
+  values.tpu = slices.parse("slice", values.slice, "gke_accelerator")
+  chips = values.tpu.chips
+  values.chips_per_host = values.chips_per_host or min(
     slices.CHIPS_PER_HOST, chips
   )
-  if chips % found.chips_per_host:
+  if chips % values.chips_per_host:
     settings_lib.fail(
       "chips_per_host",
-      found.chips_per_host,
+      values.chips_per_host,
       f"a divisor of {chips}, the slice's",
     )
-  found.quota = found.quota or chips * found.slices * options.max_parallel
-  found.hosts = chips // found.chips_per_host
-  found.flavor = f"{found.tpu.kind}-{found.tpu.shape}"
+  values.quota = values.quota or chips * values.slices * options.max_parallel
+  values.hosts = chips // values.chips_per_host
+  values.flavor = f"{values.tpu.kind}-{values.tpu.shape}"
   # Sweeps on other slices of a cluster keep their queue.
-  found.queue = found.queue or f"attnres-{found.flavor}"
-  found.node_labels = {
-    "cloud.google.com/gke-tpu-accelerator": found.tpu.gke_accelerator,
-    "cloud.google.com/gke-tpu-topology": found.tpu.shape,
+  values.queue = values.queue or f"attnres-{values.flavor}"
+  values.node_labels = {
+    "cloud.google.com/gke-tpu-accelerator": values.tpu.gke_accelerator,
+    "cloud.google.com/gke-tpu-topology": values.tpu.shape,
   }
-  return found
+  return values
 
 
 def job_set(

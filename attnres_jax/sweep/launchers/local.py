@@ -187,15 +187,15 @@ class _Queue:
     state = state_lib.read(self._folder / run.name)
     if state.status == state_lib.DONE:  # By another worker, meanwhile.
       return
-    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-    how = f"({how}){': ' + state.error if state.error else ''}"
+    cause = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    cause = f"({cause}){': ' + state.error if state.error else ''}"
     final = code in (exits.Exit.NEVER, exits.Exit.DIVERGED)
     if final or not self._restarts[run.name]:
-      self._fail(run, how, state.status if final else state_lib.FAILED)
+      self._fail(run, cause, state.status if final else state_lib.FAILED)
       return
     self._restarts[run.name] -= 1
     self._waiting.append(run)
-    print(f"{run.name} {state_lib.FAILED} {how}; trying again", flush=True)
+    print(f"{run.name} {state_lib.FAILED} {cause}; trying again", flush=True)
 
   def _is_full(self, run: grid.Run) -> bool:
     """Whether a worker ended because the disk of the sweep is full."""
@@ -208,13 +208,13 @@ class _Queue:
     return False
 
   def _fail(
-    self, run: grid.Run, how: str, status: str = state_lib.FAILED
+    self, run: grid.Run, cause: str, status: str = state_lib.FAILED
   ) -> None:
     if self._full:
       return  # Reported once, at the end.
     self._failed.append(run.name)
     log = self._folder / run.name / folder_lib.LOG
-    print(f"{run.name} {status} {how}; see {log}", flush=True)
+    print(f"{run.name} {status} {cause}; see {log}", flush=True)
 
 
 def _start(

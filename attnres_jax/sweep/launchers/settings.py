@@ -48,8 +48,8 @@ def read(
 
 def fail(name: str, value: object, accepted: str) -> NoReturn:
   """Raises the one-line error of a bad setting; None for a missing one."""
-  found = "missing" if value is None else f"got {value!r}"
-  raise config_lib.ConfigError(f"--set {name}: {found}, expected {accepted}")
+  problem = "missing" if value is None else f"got {value!r}"
+  raise config_lib.ConfigError(f"--set {name}: {problem}, expected {accepted}")
 
 
 def _value(name: str, text: str, setting: Setting) -> Any:

@@ -79,12 +79,12 @@ def parse(setting: str, name: str, needs: str = "cloud_name") -> Slice:
     ConfigError: there is no such slice.
   """
   match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", topology.topology_name(name))
-  known = {
+  slices = {
     kind: Slice(kind, match[2] if match else "1x1", *words)
     for kind, words in _WORDS.items()
   }
-  known = {kind: one for kind, one in known.items() if getattr(one, needs)}
-  if match is None or match[1] not in known:
+  slices = {kind: s for kind, s in slices.items() if getattr(s, needs)}
+  if match is None or match[1] not in slices:
     accepted = "a TPU slice such as v6e:4x4 or v5p-128, of "
-    settings.fail(setting, name, accepted + ", ".join(known))
-  return known[match[1]]
+    settings.fail(setting, name, accepted + ", ".join(slices))
+  return slices[match[1]]

@@ -136,7 +136,7 @@ def _output(folder: str) -> str:
 
 
 def _read(options: launchers.Options) -> types.SimpleNamespace:
-  found = settings_lib.read(SETTINGS, options.settings)
-  if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", found.time):
-    settings_lib.fail("time", found.time, "minutes, HH:MM:SS or DAYS-HH:MM:SS")
-  return found
+  values = settings_lib.read(SETTINGS, options.settings)
+  if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", values.time):
+    settings_lib.fail("time", values.time, "minutes, HH:MM:SS or DAYS-HH:MM:SS")
+  return values

@@ -80,7 +80,7 @@ class _Arm:
     group: its runs.
     attempts: of these runs.
     doing: what a thread does with it now, and since when.
-    said: when its last line was printed.
+    line_time: when its last line was printed.
     per_step: seconds of its last steps, each.
     over: whether nothing remains to be done.
     error: that ended it.
@@ -92,7 +92,7 @@ class _Arm:
   group: together.Group
   attempts: list[state_lib.Attempt]
   doing: tuple[str, float] | None = None
-  said: float = 0.0
+  line_time: float = 0.0
   per_step: float = 0.0
   over: bool = False
   error: Exception | None = None
@@ -208,8 +208,8 @@ class _Queue:
       group.advance()
       arm.per_step = (time.monotonic() - start) / (group.step - before)
       now = time.monotonic()
-      if now - arm.said > _LINE_SECONDS or group.step == group.steps:
-        arm.said = now
+      if now - arm.line_time > _LINE_SECONDS or group.step == group.steps:
+        arm.line_time = now
         self._say(self._line(arm))
     else:
       group.finish()
@@ -244,9 +244,9 @@ class _Queue:
         ]
         if not steps:
           return ""
-        found = pairs.difference(_means(arm, steps), _means(base, steps))
-        text = f"  minus PreNorm {found.mean:+.3f}"
-        return text + (f" ± {found.margin:.3f}" if found.margin else "")
+        gap = pairs.difference(_means(arm, steps), _means(base, steps))
+        text = f"  minus PreNorm {gap.mean:+.3f}"
+        return text + (f" ± {gap.margin:.3f}" if gap.margin else "")
     return ""
 
   def _seconds_left(self) -> float | None:
@@ -265,8 +265,8 @@ class _Queue:
     taken = [(arm, arm.doing) for arm in self._arms if arm.doing]
     if all(doing[0] == "compiling" for _, doing in taken):
       for arm, (_, since) in taken:
-        if now - max(since, arm.said) > _LINE_SECONDS:
-          arm.said = now
+        if now - max(since, arm.line_time) > _LINE_SECONDS:
+          arm.line_time = now
           self._say(f"{arm.name}: compiling for {now - since:.0f} s")
 
   def _say(self, text: str) -> None:
@@ -325,15 +325,15 @@ def _settings_of(
 
   Runs of a group have done the same number of steps.
   """
-  found: dict[str, dict[str, list[grid.Run]]] = {}
+  settings: dict[str, dict[str, list[grid.Run]]] = {}
   for run in runs:
     steps = [0]
     if not files.is_remote(folder):
       steps += checkpoint.all_steps(folder / run.name)
     key = f"{together.key(folder_lib.run_config(run))} {steps[-1]}"
-    arms = found.setdefault(str(_setting(run)), {})
+    arms = settings.setdefault(str(_setting(run)), {})
     arms.setdefault(key, []).append(run)
-  return found
+  return settings
 
 
 def _setting(run: grid.Run) -> dict[str, object]:

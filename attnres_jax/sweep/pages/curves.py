@@ -27,7 +27,7 @@ Panels = Mapping[str, Mapping[str, Mapping[int, Series]]]
 
 def of_sweep(
   progress: Sequence[monitor.Progress],
-  curve: Callable[[monitor.Progress], Curve] = lambda one: one.curve,
+  curve: Callable[[monitor.Progress], Curve] = lambda run: run.curve,
 ) -> Panels:
   """Losses of runs, a panel per setting.
 
@@ -37,18 +37,18 @@ def of_sweep(
     progress: of a sweep.
     curve: steps and losses of a run; by default of training.
   """
-  known = {(one.residual, _variant(one)) for one in progress}
-  schemes = [scheme for scheme, _ in known]
+  variants = {(run.residual, _variant(run)) for run in progress}
+  schemes = [scheme for scheme, _ in variants]
   without = {"variant"} if len(schemes) == len(set(schemes)) else set()
   panels: dict[str, dict[str, dict[int, Series]]] = {}
-  for one in progress:
-    if one.run is not None and (points := curve(one)):
-      config = folder_lib.run_config(one.run)
+  for run in progress:
+    if run.run is not None and (points := curve(run)):
+      config = folder_lib.run_config(run.run)
       tokens = config.data.batch_size * config.data.sequence_length
       steps, loss = np.transpose(points)
-      setting = losses.setting(one.run.overrides, without)
+      setting = losses.setting(run.run.overrides, without)
       panel = panels.setdefault(setting, {})
-      panel.setdefault(one.residual, {})[config.seed] = steps * tokens, loss
+      panel.setdefault(run.residual, {})[config.seed] = steps * tokens, loss
   return panels
 
 
@@ -65,7 +65,7 @@ def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
   start = np.maximum(0, stop - width)
   count, total = (
     padded[stop] - padded[start]
-    for padded in (np.concatenate([[0.0], one]) for one in sums)
+    for padded in (np.concatenate([[0.0], row]) for row in sums)
   )
   return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
@@ -114,13 +114,13 @@ def differences(
   runs: Mapping[int, Series], baseline: Mapping[int, Series]
 ) -> list[Series]:
   """Differences for each seed that the baseline has, where both are known."""
-  found: list[Series] = []
+  series: list[Series] = []
   for seed in runs.keys() & baseline.keys():
-    known = dict(zip(*baseline[seed]))
-    pairs = [(x, y - known[x]) for x, y in zip(*runs[seed]) if x in known]
+    base = dict(zip(*baseline[seed]))
+    pairs = [(x, y - base[x]) for x, y in zip(*runs[seed]) if x in base]
     if pairs:
-      found.append(([x for x, _ in pairs], [y for _, y in pairs]))
-  return found
+      series.append(([x for x, _ in pairs], [y for _, y in pairs]))
+  return series
 
 
 def _lines(axes: Any, series: Sequence[Series], scheme: str) -> Any:

@@ -61,16 +61,16 @@ def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
   """
   schemes = list(dict.fromkeys(row["residual"] for row in rows))
   lines = []
-  for label, own in by_setting(rows).items():
-    first = own[0]
+  for label, group in by_setting(rows).items():
+    first = group[0]
     small = (
       f"{float(first['tokens']) / 1e6:.2f}M tokens",
       f"rate {float(first['peak_lr']):g}",
     )
     lines.append(
       [page.Cell(label or "all", small=small)]
-      + [f"{min(int(row['active_params']) for row in own):,}"]
-      + [_cell(own, scheme) for scheme in schemes]
+      + [f"{min(int(row['active_params']) for row in group):,}"]
+      + [_cell(group, scheme) for scheme in schemes]
     )
   header = [name, "N"] + [figures.name_of(scheme) for scheme in schemes]
   return page.Table(header, lines)
@@ -86,9 +86,9 @@ def best_marked(
   values = sorted({float(row[column]) for row in rows})
   lines = []
   for label, schemes in _by_value(rows, column).items():
-    for scheme, found in schemes.items():
-      texts = {value: f"{_mean(own):.4f}" for value, own in found.items()}
-      best = _best(found)
+    for scheme, by_value in schemes.items():
+      texts = {value: f"{_mean(arm):.4f}" for value, arm in by_value.items()}
+      best = _best(by_value)
       texts[best] = f"**{texts[best]}**"
       cells = [texts.get(value, "") for value in values]
       lines.append([label or "all", figures.name_of(scheme), *cells])
@@ -103,26 +103,26 @@ def at_their_best(
   A cell has the mean over seeds and the value, and the mean difference from the
   baseline with the same seed, with its interval.
   """
-  found = _by_value(rows, column)
-  schemes = list(dict.fromkeys(s for own in found.values() for s in own))
+  cells = _by_value(rows, column)
+  schemes = list(dict.fromkeys(s for row in cells.values() for s in row))
   lines = [
-    [label or "all", *(_cell_at_best(own, scheme) for scheme in schemes)]
-    for label, own in found.items()
+    [label or "all", *(_cell_at_best(row, scheme) for scheme in schemes)]
+    for label, row in cells.items()
   ]
   return page.Table([name, *map(figures.name_of, schemes)], lines)
 
 
 def rows_at_their_best(rows: Sequence[Row], column: str) -> list[Row]:
-  """Those of each setting and scheme at its own best value of `column`.
+  """Rows of each setting and scheme at its own best value of `column`.
 
   Without the overridden field, which would tell sizes of pairs apart.
   """
-  found, without = _by_value(rows, column), _without(rows, column)
+  settings, without = _by_value(rows, column), _without(rows, column)
   return [
     {name: row[name] for name in row if name not in without - {column}}
-    for label, own in by_setting(rows, without).items()
-    for row in own
-    if float(row[column]) == _best(found[label][row["residual"]])
+    for label, group in by_setting(rows, without).items()
+    for row in group
+    if float(row[column]) == _best(settings[label][row["residual"]])
   ]
 
 
@@ -132,14 +132,14 @@ _Schemes = dict[str, dict[float, dict[Any, float]]]
 
 def _by_value(rows: Sequence[Row], column: str) -> dict[str, _Schemes]:
   """Losses by setting; the column is not part of it."""
-  found: dict[str, _Schemes] = {}
-  for label, own in by_setting(rows, _without(rows, column)).items():
-    schemes = found.setdefault(label, {})
-    for row in own:
+  settings: dict[str, _Schemes] = {}
+  for label, group in by_setting(rows, _without(rows, column)).items():
+    schemes = settings.setdefault(label, {})
+    for row in group:
       values = schemes.setdefault(row["residual"], {})
       losses = values.setdefault(float(row[column]), {})
       losses[int(row["seed"])] = fit_lib.loss_of(row)
-  return found
+  return settings
 
 
 def _without(rows: Sequence[Row], column: str) -> set[str]:
@@ -147,11 +147,11 @@ def _without(rows: Sequence[Row], column: str) -> set[str]:
   return {column, *(key for row in rows for key in row if _is(key, column))}
 
 
-def _best(found: Mapping[float, Mapping[Any, float]]) -> float:
+def _best(by_value: Mapping[float, Mapping[Any, float]]) -> float:
   """The value with the lowest mean, among the values with the most seeds."""
-  most = max(map(len, found.values()))
-  whole = [value for value, own in found.items() if len(own) == most]
-  return min(whole, key=lambda value: _mean(found[value]))
+  most = max(map(len, by_value.values()))
+  complete = [value for value, arm in by_value.items() if len(arm) == most]
+  return min(complete, key=lambda value: _mean(by_value[value]))
 
 
 def _mean(losses: Mapping[Any, float]) -> float:
@@ -162,26 +162,26 @@ def _cell(rows: Sequence[Row], scheme: str) -> page.Cell | str:
   losses = pairs.losses(rows, "residual")
   if scheme not in losses:
     return ""
-  found = losses[scheme].values()
+  values = losses[scheme].values()
   return page.Cell(
-    f"{statistics.fmean(found):.4f}",
+    f"{statistics.fmean(values):.4f}",
     _aside(losses, scheme),
-    [f"{loss:.4f}" for loss in found] if len(found) > 1 else [],
+    [f"{loss:.4f}" for loss in values] if len(values) > 1 else [],
   )
 
 
 def _cell_at_best(schemes: _Schemes, scheme: str) -> str:
-  """Of one setting."""
+  """The cell of one setting and scheme at the scheme's best value."""
   if scheme not in schemes:
     return ""
-  best = {name: own[_best(own)] for name, own in schemes.items()}
+  best = {name: by_value[_best(by_value)] for name, by_value in schemes.items()}
   text = f"{_mean(best[scheme]):.4f} at {_best(schemes[scheme]):g}"
   return f"{text} {_aside(best, scheme)}".rstrip()
 
 
-def _aside(found: Mapping[str, Mapping[Any, float]], scheme: str) -> str:
+def _aside(arms: Mapping[str, Mapping[Any, float]], scheme: str) -> str:
   """The difference from the baseline, in brackets; empty without pairs."""
-  apart = pairs.differences(found, BASELINE)
+  apart = pairs.differences(arms, BASELINE)
   return f"({page.difference(apart[scheme])})" if scheme in apart else ""
 
 

@@ -70,7 +70,7 @@ class Table(NamedTuple):
   rows: Sequence[Sequence[Cell | str]]
 
   def markdown(self) -> str:
-    """As Markdown, for a README."""
+    """The table in Markdown, for a README."""
     cells = [[_cell(cell) for cell in row] for row in self.rows]
     lines = [
       [f"{cell.text} {cell.aside}" if cell.aside else str(cell.text)
@@ -81,7 +81,7 @@ class Table(NamedTuple):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
   def html(self) -> Html:
-    """As HTML, for a page."""
+    """The table in HTML, for a page."""
     rows = [list(map(_cell, row)) for row in self.rows]
     return fill(_TABLE, header=self.header, rows=rows)
 
@@ -147,14 +147,14 @@ def signed(value: float, digits: int = 4) -> str:
   return "0" if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
 
 
-def difference(found: pairs.Difference) -> str:
+def difference(apart: pairs.Difference) -> str:
   """The mean of pairs and its interval, `mean ± margin`.
 
   Without an interval (too few pairs, or a failed arm), the mean alone.
   """
-  text = signed(found.mean)
-  if found.margin is not None:
-    text += f" \N{PLUS-MINUS SIGN} {found.margin:.4f}"
+  text = signed(apart.mean)
+  if apart.margin is not None:
+    text += f" \N{PLUS-MINUS SIGN} {apart.margin:.4f}"
   return text
 
 
@@ -164,6 +164,6 @@ def _cell(cell: Cell | str) -> Cell:
 
 @functools.cache
 def _jinja() -> jinja2.Environment:
-  found = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-  found.filters |= {"label": lambda text: label(str(text)), "bold": bold}
-  return found
+  jinja = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+  jinja.filters |= {"label": lambda text: label(str(text)), "bold": bold}
+  return jinja

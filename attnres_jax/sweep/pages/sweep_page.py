@@ -54,7 +54,7 @@ def render(
   within this call, which is within `svg.style()`.
   """
   rows = monitor.rows(progress)
-  running = sum(one.status == state_lib.RUNNING for one in progress)
+  running = sum(run.status == state_lib.RUNNING for run in progress)
   with svg.style():
     figure = curves.draw(curves.of_sweep(progress))
     parts = {
@@ -67,7 +67,7 @@ def render(
       "runs": runs(progress).html(),
       "facts": page.facts(_facts(folder, rows)),
     }
-  over = all(one.status == state_lib.DONE for one in progress)
+  over = all(run.status == state_lib.DONE for run in progress)
   return page.render(
     title, _BODY, parts, refresh_seconds=0 if over else _REFRESH_SECONDS
   )
@@ -76,8 +76,8 @@ def render(
 def runs(progress: Sequence[monitor.Progress]) -> page.Table:
   """A line per run, with its error in small print."""
   rows = []
-  for one, (name, status, *cells) in zip(progress, monitor.cells(progress)):
-    error = [one.error[:_MAX_ERROR]] if one.error else []
+  for run, (name, status, *cells) in zip(progress, monitor.cells(progress)):
+    error = [run.error[:_MAX_ERROR]] if run.error else []
     rows.append(
       [page.Cell("", small=[name]), page.Cell(status, small=error), *cells]
     )
@@ -86,15 +86,15 @@ def runs(progress: Sequence[monitor.Progress]) -> page.Table:
 
 def goodput(progress: Sequence[monitor.Progress]) -> page.Table:
   """How the time was spent, for every scheme and in total."""
-  known = [one for one in progress if one.run is not None]
+  readable = [run for run in progress if run.run is not None]
   groups: dict[str, list[monitor.Progress]] = {}
-  for one in known:
-    groups.setdefault(figures.name_of(one.residual), []).append(one)
-  groups["**all**"] = known
+  for run in readable:
+    groups.setdefault(figures.name_of(run.residual), []).append(run)
+  groups["**all**"] = readable
   columns = []
-  for own in groups.values():
-    spent = sum((one.goodput for one in own), monitor.goodput_lib.Goodput())
-    total = sum(one.seconds for one in own)
+  for group in groups.values():
+    spent = sum((run.goodput for run in group), monitor.goodput_lib.Goodput())
+    total = sum(run.seconds for run in group)
     seconds = spent.seconds | {"other": max(0.0, total - spent.total)}
     cells = {name: _share(value, total) for name, value in seconds.items()}
     columns.append(cells | {"**total**": monitor.duration(total)})
@@ -127,7 +127,7 @@ def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
 def _rates(rows: Sequence[Row]) -> page.Html:
   """Losses by learning rate, and of each scheme at its best one."""
   settings = losses.by_setting(rows, ("peak_lr", "optim.peak_lr")).values()
-  if all(len({row["peak_lr"] for row in own}) == 1 for own in settings):
+  if all(len({row["peak_lr"] for row in group}) == 1 for group in settings):
     return page.Html("")
   return page.fill(
     "<h2>Learning rates</h2>\n{{ every }}\n{{ best }}\n<p class=note>Losses are"

@@ -111,127 +111,127 @@ class Sweep:
 
 
 def test_all_done(sweep):
-  found = sweep("ok", "ok", "ok")
-  assert found.launch() == 0
-  assert found.acts == [
+  case = sweep("ok", "ok", "ok")
+  assert case.launch() == 0
+  assert case.acts == [
     f"seed{i} {act}" for i in range(3) for act in ("starts", "ends")
   ]
-  log = found.folder / found.runs[1].name / folder_lib.LOG
+  log = case.folder / case.runs[1].name / folder_lib.LOG
   assert log.read_text() == "printed by 1\n"
   # Again: nothing is left to do.
-  assert found.launch() == 0
-  assert len(found.acts) == 6
+  assert case.launch() == 0
+  assert len(case.acts) == 6
 
 
 def test_a_failed_run_stops_no_other(sweep, capfd):
-  found = sweep("ok", "fail", "die", "ok")
+  case = sweep("ok", "fail", "die", "ok")
   once = {"max_restarts": "0"}
-  assert found.launch(max_parallel=2, settings=once) == 1
-  assert {f"seed{i} ends" for i in (0, 3)} <= set(found.acts)
+  assert case.launch(max_parallel=2, settings=once) == 1
+  assert {f"seed{i} ends" for i in (0, 3)} <= set(case.acts)
   out = capfd.readouterr().out
   assert "failed (exit status 1): Error: on purpose; see" in out
   assert "failed (killed by signal 9)" in out
   # The next launch tries again what failed, and only that.
-  before = len(found.acts)
-  assert found.launch() == 1
+  before = len(case.acts)
+  assert case.launch() == 1
   # Once more each, by default.
-  assert found.acts[before:] == ["seed1 starts", "seed2 starts"] * 2
+  assert case.acts[before:] == ["seed1 starts", "seed2 starts"] * 2
   assert capfd.readouterr().out.count("; trying again") == 2
 
 
 def test_what_cannot_be_cured_is_not_started_again(sweep, capfd):
-  found = sweep("refused", "diverged", "ok")
-  assert found.launch(settings={"max_restarts": "5"}) == 1
+  case = sweep("refused", "diverged", "ok")
+  assert case.launch(settings={"max_restarts": "5"}) == 1
   starts = [f"seed{i} starts" for i in range(3)]
-  assert found.acts == [*starts, "seed2 ends"]
+  assert case.acts == [*starts, "seed2 ends"]
   out = capfd.readouterr().out
   assert "refused (exit status 2): Error: for good; see" in out
   assert "diverged (exit status 3): Error: for good; see" in out
   # A person may have mended what was refused; the same config diverges again.
-  assert found.launch() == 1
-  assert found.acts[4:] == ["seed0 starts"]
+  assert case.launch() == 1
+  assert case.acts[4:] == ["seed0 starts"]
 
 
 @tiers.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_workers_save_and_starts_no_other(sweep, capfd, number):
-  found = sweep("long", "long", "ok")
+  case = sweep("long", "long", "ok")
 
   def interrupt():
-    found.wait_for("seed0 works", "seed1 works")
+    case.wait_for("seed0 works", "seed1 works")
     time.sleep(0.5)  # Of more than max_parallel, the third would start.
     os.kill(os.getpid(), number)
 
   thread = threading.Thread(target=interrupt)
   thread.start()
   before = signal.getsignal(number)
-  assert found.launch(max_parallel=2) == local.INTERRUPTED
+  assert case.launch(max_parallel=2) == local.INTERRUPTED
   thread.join()
-  assert {"seed0 stops", "seed1 stops"} <= set(found.acts)
-  assert "seed2 starts" not in found.acts
+  assert {"seed0 stops", "seed1 stops"} <= set(case.acts)
+  assert "seed2 starts" not in case.acts
   assert "rerun the same command to resume" in capfd.readouterr().err
   assert signal.getsignal(number) == before
 
 
 def test_no_worker_outlives_a_launcher_that_fails(sweep, monkeypatch):
   """Its own error ends the launch; the workers are told to stop before."""
-  found, reap = sweep("long", "long"), local._Queue._reap
+  case, reap = sweep("long", "long"), local._Queue._reap
 
   def fail(self):
-    if {"seed0 works", "seed1 works"} <= set(found.acts):
+    if {"seed0 works", "seed1 works"} <= set(case.acts):
       raise RuntimeError("of the launcher")
     reap(self)
 
   monkeypatch.setattr(local._Queue, "_reap", fail)
   with pytest.raises(RuntimeError, match="of the launcher"):
-    found.launch(max_parallel=2)
-  assert {"seed0 stops", "seed1 stops"} <= set(found.acts)
+    case.launch(max_parallel=2)
+  assert {"seed0 stops", "seed1 stops"} <= set(case.acts)
 
 
 def test_a_second_ctrl_c_kills(sweep):
-  found = sweep("deaf")
+  case = sweep("deaf")
 
   def interrupt():
-    found.wait_for("seed0 works")
+    case.wait_for("seed0 works")
     os.kill(os.getpid(), signal.SIGINT)
-    found.wait_for("seed0 hears")
+    case.wait_for("seed0 hears")
     os.kill(os.getpid(), signal.SIGINT)
 
   thread = threading.Thread(target=interrupt)
   thread.start()
-  assert found.launch() == local.INTERRUPTED
+  assert case.launch() == local.INTERRUPTED
   thread.join()
 
 
 def test_busy_runs_are_looked_at_again(sweep):
-  found = sweep("busy", "ok")
-  assert found.launch() == 0
-  assert found.acts.count("seed0 starts") == 2
-  assert "seed0 ends" in found.acts
+  case = sweep("busy", "ok")
+  assert case.launch() == 0
+  assert case.acts.count("seed0 starts") == 2
+  assert "seed0 ends" in case.acts
 
 
 def test_a_store_that_fails_when_a_worker_ends_is_asked_again(
   sweep, monkeypatch, capsys
 ):
-  found = sweep("busy", "ok")
+  case = sweep("busy", "ok")
   is_held, failed = claims.is_held, []
 
   def fail_once(workdir):
-    its_end = workdir.name.startswith("seed0") and found.acts
+    its_end = workdir.name.startswith("seed0") and case.acts
     if its_end and not failed:
       failed.append(workdir)
       raise OSError("the store fails")
     return is_held(workdir)
 
   monkeypatch.setattr(claims, "is_held", fail_once)
-  assert found.launch() == 0
-  assert found.acts.count("seed0 starts") == 2 and "seed0 ends" in found.acts
+  assert case.launch() == 0
+  assert case.acts.count("seed0 starts") == 2 and "seed0 ends" in case.acts
   assert failed and ": the store fails" in capsys.readouterr().out
 
 
 def test_a_store_that_fails_before_a_worker_starts_is_asked_again(
   sweep, monkeypatch, capsys
 ):
-  found = sweep("ok")
+  case = sweep("ok")
   answers = [[], OSError("the store fails")]
 
   def todo(*_):
@@ -243,53 +243,53 @@ def test_a_store_that_fails_before_a_worker_starts_is_asked_again(
   monkeypatch.setattr(launchers, "todo", todo)
   monkeypatch.setattr(local.files, "is_remote", lambda path: True)
   monkeypatch.setattr(local, "_HELD_REMOTE_SECONDS", 0.1)
-  assert found.launch() == 0
+  assert case.launch() == 0
   assert not answers and "trying again" in capsys.readouterr().out
 
 
 def test_a_run_that_another_worker_has_is_left_to_it(sweep):
-  found = sweep("ok", "ok")
-  workdir = found.folder / found.runs[0].name
+  case = sweep("ok", "ok")
+  workdir = case.folder / case.runs[0].name
   attempt = state_lib.begin(workdir)
 
   def release():
-    found.wait_for("seed1 ends")
+    case.wait_for("seed1 ends")
     time.sleep(0.3)
     attempt.end(state_lib.DONE)
 
   thread = threading.Thread(target=release)
   thread.start()
-  assert found.launch(max_parallel=2) == 0
+  assert case.launch(max_parallel=2) == 0
   thread.join()
-  assert found.acts == ["seed1 starts", "seed1 ends"]
+  assert case.acts == ["seed1 starts", "seed1 ends"]
 
 
 FULL = r"no space left on device: 1,700 bytes needed, [\d,]+ free; free some"
 
 
-def save(found):
+def save(case):
   """Something the size of a checkpoint."""
-  step = found.folder / found.runs[0].name / "checkpoints" / "5"
+  step = case.folder / case.runs[0].name / "checkpoints" / "5"
   for file, size in (("a", 1000), ("b/c", 700)):
     (step / file).parent.mkdir(parents=True, exist_ok=True)
     (step / file).write_bytes(bytes(size))
 
 
 def test_full_disk_is_one_error_and_ends_the_launch(sweep, capfd):
-  found = sweep("full", "ok", "ok")
-  save(found)
+  case = sweep("full", "ok", "ok")
+  save(case)
   with pytest.raises(OSError, match=FULL) as caught:
-    found.launch()
-  assert caught.value.filename == str(found.folder)
-  assert found.acts == ["seed0 starts"]
+    case.launch()
+  assert caught.value.filename == str(case.folder)
+  assert case.acts == ["seed0 starts"]
   assert not capfd.readouterr().err
 
 
 def test_full_disk_at_the_launcher(sweep, monkeypatch):
-  found = sweep("ok", "ok")
-  save(found)
+  case = sweep("ok", "ok")
+  save(case)
   # Where the log should be opened there is something that is always full.
-  log = found.folder / found.runs[0].name / folder_lib.LOG
+  log = case.folder / case.runs[0].name / folder_lib.LOG
   log.symlink_to("/dev/full")
   start = local._start
 
@@ -300,8 +300,8 @@ def test_full_disk_at_the_launcher(sweep, monkeypatch):
 
   monkeypatch.setattr(local, "_start", fail)
   with pytest.raises(OSError, match=FULL):
-    found.launch()
-  assert found.acts == []
+    case.launch()
+  assert case.acts == []
 
 
 def test_dry_run_says_exactly_what_would_be_started(tmp_path, capsys):

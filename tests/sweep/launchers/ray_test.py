@@ -101,12 +101,12 @@ def test_a_worker_that_is_refused_alone_ends_its_gang(monkeypatch, come):
 def test_a_slice_has_a_worker_per_host(name, slices, workers, chips):
   settings = {"accelerator": name, "slices": str(slices)}
   parsed = launcher.parse(launchers.Options(settings=settings))
-  found = launcher._scaling(parsed)
-  assert found["num_workers"] == workers
-  assert found["resources_per_worker"]["TPU"] == chips
+  arguments = launcher._scaling(parsed)
+  assert arguments["num_workers"] == workers
+  assert arguments["resources_per_worker"]["TPU"] == chips
   assert launcher._gang(parsed) == f"{workers} x {name}:"
   # Ray refuses kinds and shapes that it does not know, and odd numbers.
-  scaling = importlib.import_module("ray.train").ScalingConfig(**found)
+  scaling = importlib.import_module("ray.train").ScalingConfig(**arguments)
   assert scaling.topology == launcher.slices.parse("", name).shape
 
 
@@ -180,12 +180,12 @@ def _descendants(pid):
     child, parent, args = line.split(maxsplit=2)
     children.setdefault(int(parent), []).append(int(child))
     names[int(child)] = args
-  found, queue = {}, [pid]
+  names_of, queue = {}, [pid]
   while queue:
     for child in children.get(queue.pop(), []):
-      found[child] = names[child]
+      names_of[child] = names[child]
       queue.append(child)
-  return found
+  return names_of
 
 
 def _gang(process):
@@ -224,8 +224,8 @@ def test_a_gang_that_loses_workers_ends_like_one_that_does_not(tmp_path):
   assert all(row["step"] < 400 for row in resumes)
 
   # The run by two processes without Ray.
-  for one in tiny_run.start_two(tmp_path / "alone", fields):
-    tiny_run.finish(one, quiet=False)
+  for member in tiny_run.start_two(tmp_path / "alone", fields):
+    tiny_run.finish(member, quiet=False)
   tiny_run.assert_same_run(tmp_path / "alone", workdir)
 
 
@@ -266,17 +266,17 @@ def test_runs_share_out_slices_and_outlive_the_loss_of_one(tmp_path):
     slices_of[name] = []
     for pair in zip(rows[::2], rows[1::2]):
       assert {row["host"] for row in pair} == {"0", "1"}
-      assert len(found := {row["slice"] for row in pair}) == 1
-      slices_of[name] += found
+      assert len(slices := {row["slice"] for row in pair}) == 1
+      slices_of[name] += slices
   assert {slices[0] for slices in slices_of.values()} == {"slice-0", "slice-1"}
-  kept, lost = sorted(runs, key=lambda run: slices_of[run.name], reverse=True)
-  assert slices_of[kept.name] == ["slice-1"]
+  last, lost = sorted(runs, key=lambda run: slices_of[run.name], reverse=True)
+  assert slices_of[last.name] == ["slice-1"]
   assert slices_of[lost.name] == ["slice-0", "slice-1"]
   # Both were trained at the same time, and the second slice was waited for.
   begun = [gangs[run.name][0]["time"] for run in runs]
   assert max(begun) < min(state_lib.read(run).heartbeat for run in runs)
   again = gangs[lost.name][-1]["time"]
-  assert again > state_lib.read(kept).heartbeat
+  assert again > state_lib.read(last).heartbeat
   (resume,) = tiny_run.events(lost, "resume")
   assert resume["step"] >= 20 and resume["processes"] == 2
   for run in runs:

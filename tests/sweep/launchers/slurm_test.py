@@ -85,14 +85,14 @@ def test_resources_of_the_jobs():
     "nodes": "2", "gpus": "8", "time": "2-00:00:00", "partition": "h100",
     "account": "lab",
   }  # fmt: skip
-  found = directives(script_of(settings, max_parallel=3))
-  assert found["array"] == "0-2%3"
-  assert found["nodes"] == "2"
+  lines = directives(script_of(settings, max_parallel=3))
+  assert lines["array"] == "0-2%3"
+  assert lines["nodes"] == "2"
   # JAX wants a process per GPU.
-  assert found["ntasks-per-node"] == found["gpus-per-node"] == "8"
-  assert found["time"] == "2-00:00:00" and found["signal"] == "TERM@300"
-  assert found["partition"] == "h100" and found["account"] == "lab"
-  assert "requeue" in found
+  assert lines["ntasks-per-node"] == lines["gpus-per-node"] == "8"
+  assert lines["time"] == "2-00:00:00" and lines["signal"] == "TERM@300"
+  assert lines["partition"] == "h100" and lines["account"] == "lab"
+  assert "requeue" in lines
   assert not {"partition", "account"} & directives(script_of({})).keys()
 
 

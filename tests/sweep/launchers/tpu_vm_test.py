@@ -30,18 +30,18 @@ def flags(command):
 
 def test_five_commands_name_the_slice_and_the_folder():
   create, install, start, watch, delete = commands(name="mine", project="p")
-  for one in (create, delete):
-    assert one.startswith("gcloud compute tpus queued-resources")
-    assert " mine " in one
+  for command in (create, delete):
+    assert command.startswith("gcloud compute tpus queued-resources")
+    assert " mine " in command
   where = {"--zone=us-east5-b", "--project=p"}
-  for one in (create, install, start, delete):
-    assert where <= flags(one)
+  for command in (create, install, start, delete):
+    assert where <= flags(command)
   assert {
     "--node-id=mine", "--accelerator-type=v6e-16", "--spot",
     "--runtime-version=v2-alpha-tpuv6e",
   } <= flags(create)  # fmt: skip
-  for one in (install, start):
-    assert "--worker=all" in flags(one)
+  for command in (install, start):
+    assert "--worker=all" in flags(command)
   assert f"--workdir={FOLDER}" in flags(watch)
   assert "--reserved" in flags(commands(reserved="true")[0])
 
@@ -56,8 +56,8 @@ def test_five_commands_name_the_slice_and_the_folder():
   ],
 )  # fmt: skip
 def test_types_and_hosts_of_slices(name, kind, hosts):
-  found = slices.parse("slice", name)
-  assert (found.cloud_type, found.hosts) == (kind, hosts)
+  tpu = slices.parse("slice", name)
+  assert (tpu.cloud_type, tpu.hosts) == (kind, hosts)
   start = commands(slice=name)[2]
   assert ("--distributed" in start) == (hosts > 1)
 
