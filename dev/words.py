@@ -15,15 +15,13 @@ WORDS = set(
 )
 # Folders and files that are not clean yet; the list only shrinks.
 UNCLEAN = (
-  "attnres_jax/common/", "attnres_jax/config/", "attnres_jax/main.py",
   "attnres_jax/models/expert_parallel.py", "attnres_jax/plan/",
-  "attnres_jax/sweep/", "attnres_jax/train/", "experiments/first_hour/",
-  "kernels/", "tests/common/", "tests/config_test.py",
-  "tests/experiments/first_hour/", "tests/kernels/depth_merge_test.py",
-  "tests/kernels/gpu_test.py", "tests/models/grouped_matmul_test.py",
-  "tests/models/loss_test.py", "tests/models/mixers/",
-  "tests/models/moe_test.py", "tests/plan/gpu_test.py",
-  "tests/plan/timeline_test.py", "tests/sweep/", "tests/train/",
+  "attnres_jax/sweep/launchers/skypilot.py", "experiments/first_hour/",
+  "kernels/", "tests/experiments/first_hour/",
+  "tests/kernels/depth_merge_test.py", "tests/kernels/gpu_test.py",
+  "tests/models/grouped_matmul_test.py", "tests/models/loss_test.py",
+  "tests/models/mixers/", "tests/models/moe_test.py",
+  "tests/plan/gpu_test.py", "tests/plan/timeline_test.py",
 )  # fmt: skip
 
 

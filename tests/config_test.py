@@ -351,8 +351,8 @@ def test_a_field_of_residual_that_its_scheme_does_not_read(scheme):
   sizes = set()
   for size in (1, 2):
     part = dataclasses.replace(model.residual, num_blocks=0, block_size=size)
-    one = dataclasses.replace(model, residual=part)
-    sizes.add(residuals.abstract_residual(one).block_size)
+    changed = dataclasses.replace(model, residual=part)
+    sizes.add(residuals.abstract_residual(changed).block_size)
   assert (len(sizes) == 2) == ("num_blocks" in takes) == ("block_size" in takes)
 
 

@@ -95,9 +95,9 @@ def find(
   """The row of a config on devices that are one slice; None without one."""
   if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
     return None
-  wanted = _key(config, devices)
-  found = [r for r in rows(path) if all(r[k] == wanted[k] for k in _KEYS)]
-  return found[0] if found else None
+  key = _key(config, devices)
+  matches = [r for r in rows(path) if all(r[k] == key[k] for k in _KEYS)]
+  return matches[0] if matches else None
 
 
 def rows(path: Path = FILE) -> list[dict[str, str]]:
@@ -109,11 +109,11 @@ def rows(path: Path = FILE) -> list[dict[str, str]]:
   checked = files.check_path("--plans", os.fspath(path))
   if not checked.exists():
     return []
-  found, columns = [], ""
+  table, columns = [], ""
   if files.is_file(checked):
     with contextlib.suppress(ValueError, csv.Error):  # Not even text.
       text = files.read(checked).decode()
-      found, columns = csv_rows.parse(text), text.partition("\n")[0].strip()
+      table, columns = csv_rows.parse(text), text.partition("\n")[0].strip()
       if not text:
         return []
   missing = [name for name in _KEYS if name not in columns.split(",")]
@@ -121,7 +121,7 @@ def rows(path: Path = FILE) -> list[dict[str, str]]:
     config_lib.fail_argument(
       "--plans", str(path), f"a file of plans, with a column {missing[0]}"
     )
-  return found
+  return table
 
 
 def under_other_schemes(
@@ -181,7 +181,7 @@ def copy(path: Path, folder: Path) -> None:
 
 
 def config_hash(config: config_lib.RunConfig) -> str:
-  """Of the fields that a plan depends on; those at their defaults are left out.
+  """Hash of the fields of a plan that are not at their defaults.
 
   So new fields, at their defaults, do not make a plan obsolete.
   """

@@ -26,23 +26,23 @@ def to_text(part: str = "", config: run.RunConfig = run.RunConfig()) -> str:
     ConfigError: the config has no such part.
   """
   entries = dict(_entries(config, ""))
-  found = [
+  lines = [
     text
     for name, text in entries.items()
     if not part or name == part or name.startswith(part + ".")
   ]
-  if not found:
+  if not lines:
     parts = {".".join(name.split(".")[:i]) for name in entries for i in (1, 2)}
     errors.check_in("--help_config", part, sorted(parts))
-  return "\n".join(found)
+  return "\n".join(lines)
 
 
 def meanings(cls: type) -> dict[str, str]:
   """Field -> what the docstring of its dataclass says of it, in one line."""
   doc = inspect.getdoc(cls) or ""
   text = textwrap.dedent(doc.partition("Attributes:\n")[2])
-  found = re.findall(r"^(\w+): (.*?)(?=^\w|\Z)", text, re.S | re.M)
-  return {name: " ".join(meaning.split()) for name, meaning in found}
+  entries = re.findall(r"^(\w+): (.*?)(?=^\w|\Z)", text, re.S | re.M)
+  return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 
 def _entries(

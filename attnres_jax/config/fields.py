@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a field accepts follows from its type and is checked when it is set.
+"""The type of a field says what it accepts; values are checked when set.
 
 A dataclass that inherits from `Checked` compares every value with the type of
 its field: one of the numbers below, `Literal` for a choice of names, a tuple,
@@ -164,7 +164,7 @@ SOME = Accepted(bool, "any but 0")
 
 
 def conditions(field: dataclasses.Field) -> dict[str, Accepted]:
-  """Of `acts`: name of another field -> the values beside which it acts."""
+  """Conditions of `acts`: name of another field -> its values that allow it."""
   return {
     other: values
     if isinstance(values, Accepted)
@@ -184,14 +184,14 @@ def check_acts(config: Checked, name: str) -> None:
   for leaf in name.split("."):
     (field,) = (f for f in dataclasses.fields(part) if f.name == leaf)  # pyrefly: ignore[bad-argument-type]
     for other, accepted in conditions(field).items():
-      found = operator.attrgetter(other)(part)
-      if not accepted.test(found):
+      actual = operator.attrgetter(other)(part)
+      if not accepted.test(actual):
         errors.fail_argument(
           config._prefix + name,
           value,
           "no value of its own, since it acts only with"
           f" {part._prefix.removeprefix('config.')}{other}={accepted.words} (is"
-          f" {found!r})",
+          f" {actual!r})",
         )
     part = getattr(part, leaf)
 
@@ -217,7 +217,7 @@ def accept(name: str, value: Any, kind: Any) -> Any:
   if origin is tuple:
     if not isinstance(value, (list, tuple)):
       errors.fail_argument(name, value, f"a {words(kind)}")
-    return tuple(accept(name, one, args[0]) for one in value)
+    return tuple(accept(name, v, args[0]) for v in value)
   if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
     errors.fail_argument(name, value, f"fields of {kind.__name__}")
   allowed = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
@@ -231,7 +231,7 @@ def accept(name: str, value: Any, kind: Any) -> Any:
 
 
 def is_unicode(text: str) -> bool:
-  """Whether it is UTF-8; names of files and arguments may be any bytes."""
+  """Whether a text is UTF-8; names of files and arguments may be any bytes."""
   return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
@@ -259,9 +259,9 @@ def words(kind: Any, bounds: bool = False) -> str:
   if bounds and origin is Literal:
     return " | ".join(map(repr, args))
   if origin is tuple:
-    one = words(args[0])
-    example = "a,b" if one == "str" else "1,2"
-    return f"tuple of {one}, such as {example}" if bounds else f"tuple of {one}"
+    arg = words(args[0])
+    example = "a,b" if arg == "str" else "1,2"
+    return f"tuple of {arg}, such as {example}" if bounds else f"tuple of {arg}"
   name = plain(kind).__name__
   if bounds and origin is Annotated and args[0] is not str:
     most = args[1].most
@@ -317,7 +317,7 @@ def _effects(cls: type) -> dict[str, frozenset[str]]:
 
 
 def _names(cls: type) -> list[str]:
-  """Of annotated fields, also before `dataclass` has seen the class."""
+  """Names of annotated fields, also before `dataclass` has seen the class."""
   return [
     name for base in cls.__mro__ for name in inspect.get_annotations(base)
   ]

@@ -110,7 +110,7 @@ def follow(
   # An operation sees the reference's own value first, which has no meaning
   # here and only gives the field its type.
   follows = types.SimpleNamespace(
-    fn=lambda own, value: function(value), args=(reference,)
+    fn=lambda _, value: function(value), args=(reference,)
   )
   return ml_collections.FieldReference(function(reference.get()), op=follows)
 
@@ -199,11 +199,11 @@ def split_spec(spec: str) -> tuple[str, str]:
   if path != _INSTALLED:
     return os.path.expanduser(scheme + store + path if store else path), arg
   name, _, arg = arg.partition(":")
-  known = {file.stem: str(file) for file in sorted(_CONFIGS.glob("*.py"))}
-  if name not in known:
-    listed = ", ".join(f"{_INSTALLED}:{name}" for name in known)
+  files = {file.stem: str(file) for file in sorted(_CONFIGS.glob("*.py"))}
+  if name not in files:
+    listed = ", ".join(f"{_INSTALLED}:{name}" for name in files)
     raise ConfigError(f"config {spec!r}: not found, expected one of {listed}")
-  return known[name], arg
+  return files[name], arg
 
 
 def parse_field(name: str, text: str) -> Any:
@@ -276,7 +276,7 @@ def to_json(config: RunConfig) -> str:
 
 
 def affects(name: str) -> frozenset[str]:
-  """What a field such as "optim.peak_lr" affects (`fields.EFFECTS`)."""
+  """The effects of a field such as "optim.peak_lr" (`fields.EFFECTS`)."""
   return fields_lib.affected(RunConfig, name)
 
 
@@ -342,10 +342,10 @@ def _parse(text: str, kind: Any) -> Any:
   if typing.get_origin(kind) is tuple:
     words = fields_lib.plain(args[0]) is str
     if words and not _QUOTED.match(text):
-      found = tuple(filter(None, map(str.strip, _COMMA.split(text))))
-      for word in found if text.strip()[:1] in ("(", "[") else ():
+      items = tuple(filter(None, map(str.strip, _COMMA.split(text))))
+      for word in items if text.strip()[:1] in ("(", "[") else ():
         re.compile(word)  # Else it is half a tuple, such as (1, 2
-      return found
+      return items
     value = ast.literal_eval(text)
     if isinstance(value, str):
       raise ValueError(text)

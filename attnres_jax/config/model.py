@@ -93,7 +93,7 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
 
   @property
   def sums_to_one(self) -> bool:
-    """Whether the weights of all sources do."""
+    """Whether the weights of all sources sum to one."""
     return self.score == "softmax" and self.null == "none"
 
 
@@ -210,7 +210,7 @@ class RopeConfig(fields.Checked, prefix="model.rope"):
 
 @dataclasses.dataclass(frozen=True)
 class ActivationConfig(fields.Checked, prefix="model.activation"):
-  """Of gated MLPs and experts (`attnres_jax.models.activation`).
+  """The activation of gated MLPs and experts (`attnres_jax.models.mlp`).
 
   Attributes:
     name: `silu`, or `situ` (Kimi K3).
@@ -451,15 +451,15 @@ class ModelConfig(fields.Checked, prefix="model"):
 
     Networks of old runs, which have fewer blocks than they asked for, load.
     """
-    asked, depth = self.residual.num_blocks, self.num_sublayers
-    if asked:
+    number, depth = self.residual.num_blocks, self.num_sublayers
+    if number:
       built = {-(-depth // size) for size in range(1, depth + 1)}
-      if asked not in built:
-        lower = max((n for n in built if n < asked), default=min(built))
-        upper = min((n for n in built if n > asked), default=max(built))
+      if number not in built:
+        lower = max((n for n in built if n < number), default=min(built))
+        upper = min((n for n in built if n > number), default=max(built))
         errors.fail(
           "model.residual.num_blocks",
-          asked,
+          number,
           f"a number that a block size gives, such as {lower} or {upper} with"
           f" the {depth} sublayers of model.num_layers={self.num_layers}",
         )

@@ -201,14 +201,14 @@ class OptimConfig(fields.Checked, prefix="optim"):
     super().__post_init__()
     for pattern in self.freeze:
       _check_pattern("optim.freeze", self.freeze, pattern)
-    for one in self.rates:
-      pattern, equals, factor = one.rpartition("=")
+    for rate in self.rates:
+      pattern, equals, factor = rate.rpartition("=")
       try:
-        known = bool(equals) and 0 < float(factor) < math.inf
+        is_factor = bool(equals) and 0 < float(factor) < math.inf
       except ValueError:
-        known = False
+        is_factor = False
       self.require(
-        known,
+        is_factor,
         "rates",
         "patterns with factors above 0, such as ('^residual/=10',)",
       )
@@ -266,7 +266,7 @@ class TrainConfig(fields.Checked, prefix="train"):
       "() or two steps, such as (10, 12)",
     )
     self.require(
-      all(re.fullmatch(r"\w+=.+", one) for one in self.compiler_options),
+      all(re.fullmatch(r"\w+=.+", o) for o in self.compiler_options),
       "compiler_options",
       "options with values, such as ('xla_flag=value',)",
     )
@@ -409,7 +409,7 @@ class RunConfig(fields.Checked):
     return self.mesh.stage if self.optim.accumulate_steps else 0
 
   def with_vocab_size(self, vocab_size: int) -> "RunConfig":
-    """The same run, with the tokenizer's vocabulary size filled in.
+    """This run with the tokenizer's vocabulary size filled in.
 
     Raises:
       ConfigError: the config names a vocabulary smaller than the tokenizer's.

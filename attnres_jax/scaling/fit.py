@@ -40,7 +40,7 @@ class Estimate(NamedTuple):
 
 
 def level_of_each(level: float) -> float:
-  """Of two intervals of which the wider one has about this level."""
+  """The level of two intervals whose wider one has about this level."""
   if not 0 < level < 1:
     config_lib.fail_argument("level", level, "a number between 0 and 1")
   return 1 - _EACH * (1 - level)

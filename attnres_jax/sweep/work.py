@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker does: claims runs of a sweep's folder and trains them.
+"""A worker claims runs of a sweep's folder and trains them.
 
 `worker` has its command, and checks the flags before this module imports JAX.
 """
@@ -209,18 +209,18 @@ def _choose(
 
 def _outcome(folder: epath.PathLike, names: Sequence[str]) -> Exit:
   """The worst status of the runs that nobody is training."""
-  found = {Exit.DONE}
+  outcomes = {Exit.DONE}
   for name in names:
     workdir = epath.Path(folder) / name
     status = state_lib.read(workdir).status
     if status == state_lib.DAMAGED:
-      found.add(Exit.NEVER)
+      outcomes.add(Exit.NEVER)
     elif status in state_lib.OPEN and not claims.is_held(workdir):
-      found.add(_of_open(folder, name))
+      outcomes.add(_of_open(folder, name))
     elif status in (state_lib.REFUSED, state_lib.DIVERGED):
-      found.add(Exit.NEVER if status == state_lib.REFUSED else Exit.DIVERGED)
+      outcomes.add(Exit.NEVER if status == state_lib.REFUSED else Exit.DIVERGED)
   order = Exit.AGAIN, Exit.NEVER, Exit.DIVERGED, Exit.DONE
-  return next(one for one in order if one in found)
+  return next(outcome for outcome in order if outcome in outcomes)
 
 
 def _of_open(folder: epath.PathLike, name: str) -> Exit:
@@ -293,7 +293,7 @@ def _train(
 
 
 def _text_of_others(workdir: epath.Path, run: grid.Run) -> str:
-  """As JSON, a run that has begun with the same text, and its fingerprints.
+  """JSON of a run that has begun with the same text, and its fingerprints.
 
   Paths may change between two launches of a sweep; its text must not. Empty if
   no run has begun, or if this one has, which knows its own text.
@@ -304,11 +304,11 @@ def _text_of_others(workdir: epath.Path, run: grid.Run) -> str:
   for name in folder_lib.names(folder):
     # A run without this file has not begun, and a damaged one is no witness.
     with contextlib.suppress(FileNotFoundError, ValueError):
-      known = run_folder.fingerprints(
+      fingerprints = run_folder.fingerprints(
         damage.read_object(folder / name / run_folder.DATA)
       )
       if _text(folder_lib.read_run(folder, name)) == _text(run):
-        return json.dumps([name, known])
+        return json.dumps([name, fingerprints])
   return ""
 
 

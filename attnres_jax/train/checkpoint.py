@@ -181,7 +181,7 @@ def describe(
     CheckpointError: it cannot be read.
   """
   path = _folder(workdir, step)
-  with orbax_io.quiet(), orbax_io.alone(), _explaining_damage(path):
+  with orbax_io.quiet(), orbax_io.unsynced(), _explaining_damage(path):
     info, there = orbax_io.describe(path)
     return info, old_names.joined_shapes(there)
 
@@ -209,7 +209,7 @@ def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
   """The JSON object saved with the newest readable checkpoint."""
   for step in _attempts(workdir, all_steps(workdir)):
     path = _folder(workdir, step)
-    with orbax_io.quiet(), orbax_io.alone(), contextlib.suppress(Exception):
+    with orbax_io.quiet(), orbax_io.unsynced(), contextlib.suppress(Exception):
       checksums.check_metadata(path)
       return orbax_io.describe(path)[0]
   return None
@@ -236,19 +236,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(workdir: str) -> int:
-  found = verify(workdir)
-  if not found:
+  damages = verify(workdir)
+  if not damages:
     raise config_lib.ConfigError(
       f"--workdir: got {workdir!r}, expected a run with checkpoints"
     )
-  for step, reasons in found.items():
+  for step, reasons in damages.items():
     if reasons is None:
       print(f"step {step}: unverified, saved without {checksums.FILE}")
     elif not reasons:
       print(f"step {step}: ok")
     for reason in reasons or ():
       print(f"step {step}: damaged, {reason}")
-  return int(any(found.values()))
+  return int(any(damages.values()))
 
 
 def _read(
@@ -274,7 +274,7 @@ def _read(
   parts = orbax_io.split(abstract)
   with (
     orbax_io.quiet(),
-    orbax_io.alone(some),
+    orbax_io.unsynced(some),
     checksums.verifying(path, tuple(parts), *share) as verified,
   ):
     info, there = orbax_io.describe(path, tuple(parts))
@@ -290,10 +290,10 @@ def _read(
 
 
 def _check_same_shapes(
-  path: epath.Path, old: Shapes, wanted: Mapping[str, Any]
+  path: epath.Path, old: Shapes, leaves: Mapping[str, Any]
 ) -> None:
   """Refuses a readable checkpoint of another model; that is not damage."""
-  new = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
+  new = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
   changed = sorted(name for name in old | new if old.get(name) != new.get(name))
   if changed:
     name = changed[0]
@@ -321,13 +321,13 @@ def _read_model(
     share = jax.process_index(), jax.process_count()
   average = average and train_state.has_average(config.train, step)
   prefix = "average/" if average else orbax_io.MODEL_PREFIX
-  wanted = {
+  leaves = {
     prefix + name: leaf
     for name, leaf in trees.to_flat(
       sharding.with_sharding(abstract, places)
     ).items()
   }
-  flat, _, verified = _read(workdir, step, wanted, share, some=average)
+  flat, _, verified = _read(workdir, step, leaves, share, some=average)
   if not verified:
     logging.warning("checkpoint %d of %s is unverified", step, workdir)
   flat = {name.removeprefix(prefix): a for name, a in flat.items()}

@@ -127,7 +127,7 @@ class Claim:
       self._confirm_now()
 
   def _confirm_now(self) -> None:
-    asked = time.time()
+    before = time.time()
     if max(_leases(self._workdir), default=-1) != self._lock:
       print(
         f"error: {self._workdir}: another process has taken this run",
@@ -136,7 +136,7 @@ class Claim:
       )
       # Anything written from here on could undo the other process's work.
       os._exit(exits.Exit.AGAIN)
-    self._confirmed = asked
+    self._confirmed = before
 
   def _beat(self) -> None:
     while not self._over.wait(HEARTBEAT_SECONDS):
@@ -341,8 +341,8 @@ def _take_lease(
 
 def _leases(workdir: epath.Path) -> list[int]:
   """Numbers of all leases of a folder."""
-  found = [re.fullmatch(rf"{LOCK}\.(\d+)", n) for n in stores.names(workdir)]
-  return [int(match[1]) for match in found if match]
+  matches = [re.fullmatch(rf"{LOCK}\.(\d+)", n) for n in stores.names(workdir)]
+  return [int(match[1]) for match in matches if match]
 
 
 def _newest(workdir: epath.Path) -> tuple[int, Holder | None]:

@@ -56,7 +56,7 @@ class Evaluator:
     return self.each(model, 1)[0]
 
   def each(self, models: Any, count: int) -> list[dict[str, float]]:
-    """The same for each of `count` models, if the step evaluates so many."""
+    """Evaluates each of `count` models, if the step takes so many."""
     start = time.perf_counter()
     sums = [
       self._eval_step(models, sharding.shard_batch(batch, self._mesh))
@@ -69,10 +69,10 @@ class Evaluator:
     )
     # Of several models, each has its share of the time.
     seconds = (time.perf_counter() - start) / count
-    return [self._result(*one, seconds) for one in zip(nats, tokens)]
+    return [self._result(*pair, seconds) for pair in zip(nats, tokens)]
 
   def with_step(self, eval_step: Any) -> "Evaluator":
-    """The same batches, evaluated by another step."""
+    """An evaluator of these batches by another step."""
     other = copy.copy(self)
     other._eval_step = eval_step
     return other
@@ -99,8 +99,8 @@ def _count_bytes(
 ) -> int:
   """Number of targets that count and are bytes, over all processes."""
   count = sum(
-    int(np.sum(loss.counted(one) & (one["tokens"][:, 1:] != separator_id)))
-    for one in batches
+    int(np.sum(loss.counted(b) & (b["tokens"][:, 1:] != separator_id)))
+    for b in batches
   )
   part, _ = sharding.share_of_rows(mesh, jax.process_index())
   # Ranks of a pipeline have the same part.

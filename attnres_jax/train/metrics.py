@@ -97,7 +97,7 @@ def make_writer(
   ]
   if console:
     sinks.append(sinks_lib.Console(config.train.steps, resume_step))
-  for wanted, make in (
+  for enabled, make in (
     (
       config.log.tensorboard,
       lambda: sinks_lib.TensorBoard(workdir / "tensorboard", resume_step),
@@ -105,7 +105,7 @@ def make_writer(
     (config.log.wandb_project, lambda: sinks_lib.Wandb(workdir, config)),
   ):
     try:
-      sinks += [make()] if wanted else []
+      sinks += [make()] if enabled else []
     except Exception as error:
       _say_dropped("a logger", error)
   return Writer(sinks)
@@ -145,11 +145,11 @@ def read_rows(
     lines = files.read(path).split(b"\n")
   except FileNotFoundError:
     return []
-  whole = list(enumerate(lines[:-1], start=1))
+  complete = list(enumerate(lines[:-1], start=1))
   if split is not None:
-    whole = [(n, line) for n, line in whole if split.encode() in line]
+    complete = [(n, line) for n, line in complete if split.encode() in line]
   rows = []
-  for number, line in whole:
+  for number, line in complete:
     try:
       rows.append(_parse(line))
     except ValueError as error:
@@ -180,7 +180,7 @@ def last_rows(workdir: epath.PathLike) -> dict[str, dict[str, Any]]:
   # Neither a last line without its end nor a first one without its start.
   lines = end.split(b"\n")[:-1]
   cut = len(end) == _END_BYTES
-  found = {}
+  newest = {}
   for number, line in enumerate(lines[cut:], start=1):
     try:
       row = _parse(line)
@@ -188,8 +188,8 @@ def last_rows(workdir: epath.PathLike) -> dict[str, dict[str, Any]]:
       # Lines of a long file are not counted.
       where = path if cut else f"{path}:{number}"
       raise _damaged(where, error) from error
-    found[row["split"]] = row
-  return found
+    newest[row["split"]] = row
+  return newest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,15 +200,15 @@ class Tail:
     rows: after it: of later steps, or events.
     lines: the same, as written in the file.
     last_step: of the row before them; 0 where there is none.
-    kept: bytes of the file before them.
-    whole: whether there is nothing else after `kept`.
+    start: bytes of the file before them.
+    clean: whether there is nothing else after `start`.
   """
 
   rows: list[dict[str, Any]]
   lines: list[bytes]
   last_step: int
-  kept: int
-  whole: bool
+  start: int
+  clean: bool
 
 
 def read_tail(workdir: epath.PathLike, step: int) -> Tail:
@@ -223,31 +223,31 @@ def read_tail(workdir: epath.PathLike, step: int) -> Tail:
     start, lines = size - length, [b""]
     if size:
       lines = files.read(path, start)[:length].split(b"\n")
-    whole = not lines.pop()
-    found: list[tuple[bytes, dict[str, Any]]] = []
+    clean = not lines.pop()
+    later: list[tuple[bytes, dict[str, Any]]] = []
     last_step = None
     # What comes first is part of a line, unless it is the start of the file.
     while last_step is None and len(lines) > (start > 0):
       try:
         row = _parse(lines[-1])
       except ValueError:
-        whole = False
+        clean = False
         lines.pop()
         continue
       if row["split"] != "event" and row["step"] <= step:
         last_step = row["step"]
       else:
-        found.append((lines.pop(), row))
+        later.append((lines.pop(), row))
     if last_step is not None or not start:
       break
     length = min(size, 4 * length)
-  found.reverse()
+  later.reverse()
   return Tail(
-    rows=[row for _, row in found],
-    lines=[line for line, _ in found],
+    rows=[row for _, row in later],
+    lines=[line for line, _ in later],
     last_step=last_step or 0,
-    kept=start + sum(len(line) + 1 for line in lines),
-    whole=whole,
+    start=start + sum(len(line) + 1 for line in lines),
+    clean=clean,
   )
 
 
@@ -269,8 +269,8 @@ class JsonlSink:
       for line, row in zip(tail.lines, tail.rows)
       if row["split"] == "event"
     ]
-    if self._remote or len(events) < len(tail.lines) or not tail.whole:
-      old = files.read(path)[: tail.kept] if path.exists() else b""
+    if self._remote or len(events) < len(tail.lines) or not tail.clean:
+      old = files.read(path)[: tail.start] if path.exists() else b""
       self._content += old + b"".join(line + b"\n" for line in events)
       files.write(path, bytes(self._content))
     if not self._remote:

@@ -37,11 +37,11 @@ class Network(Protocol):
   def value_and_grad(
     self, model: Any, examples: Any
   ) -> tuple[loss_lib.LossSums, Any]:
-    """The same sums, and the gradient of their total, a tree like the model."""
+    """Sums of the loss, and the gradient of their total, like the model."""
     ...
 
   def kept_bytes(self, model: Any) -> dict[str, int]:
-    """What a device keeps for the backward pass, given an abstract model.
+    """Bytes that a device keeps for the backward pass of an abstract model.
 
     `running_state_bytes` and `block_bytes`; empty where the compiler decides.
     """
@@ -60,15 +60,15 @@ class Unpipelined:
     return self.config.optim.accumulate_steps
 
   def loss_sums(self, model, examples):
-    def one(microbatch):
+    def sums_of(microbatch):
       embedding_BTD = model.embedding.encode(microbatch.inputs)
       return self._sums(model, embedding_BTD, microbatch)
 
     with sharding.ambient(self.mesh):
       if self.microbatches == 1:
-        return one(examples)
+        return sums_of(examples)
       # All rows at once may need more memory than a step.
-      return jax.tree.map(jnp.sum, jax.lax.map(one, self._split(examples)))
+      return jax.tree.map(jnp.sum, jax.lax.map(sums_of, self._split(examples)))
 
   def _split(self, examples):
     """The microbatches; every device keeps its own rows in each."""
@@ -115,7 +115,7 @@ class Unpipelined:
 
     # Jitted, so that it is traced once for the shapes and the loop.
     @jax.jit
-    def one(model, microbatch):
+    def gradient_of(model, microbatch):
       embedding_BTD = model.embedding.encode(microbatch.inputs)
       gradients, sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
         model, embedding_BTD, microbatch
@@ -123,13 +123,13 @@ class Unpipelined:
       return (sums, widened(gradients[0])), gradients[1]
 
     def add(total, microbatch):
-      new, d_BTD = one(separate, microbatch)
+      new, d_BTD = gradient_of(separate, microbatch)
       with scopes.part(scopes.ACCUMULATION):
         return probe.add(total, new), d_BTD
 
     each = self._split(examples)
     first = jax.tree.map(lambda a: a[0], each)
-    shapes, _ = jax.eval_shape(one, separate, first)
+    shapes, _ = jax.eval_shape(gradient_of, separate, first)
     with scopes.part(scopes.ACCUMULATION):
       zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (sums, gradient), d_MBTD = jax.lax.scan(add, zeros, each)

@@ -71,12 +71,12 @@ def checkpointer(
       and before the checkpoint gets its name. No bound method: Orbax copies it,
       with all that it is bound to.
   """
-  keep = ocp.training.preservation_policies
-  policies: list[Any] = [keep.LatestN(config.keep_last)]
+  preservation = ocp.training.preservation_policies
+  policies: list[Any] = [preservation.LatestN(config.keep_last)]
   if config.keep_every:
-    policies.append(keep.EveryNSteps(config.keep_every))
+    policies.append(preservation.EveryNSteps(config.keep_every))
   # Any: orbax's annotations of policies are too narrow.
-  policy: Any = keep.AnyPreservationPolicy(policies)
+  policy: Any = preservation.AnyPreservationPolicy(policies)
   options = ocp.options.AsyncOptions(
     timeout_secs=seconds, post_finalization_callback=before_name
   )
@@ -119,7 +119,7 @@ def all_steps(workdir: epath.PathLike) -> list[int]:
   if not folder.is_dir():
     return []
   with quiet():
-    return sorted(found.step for found in _NAMES.find_all(folder))
+    return sorted(name.step for name in _NAMES.find_all(folder))
 
 
 def undescribed(
@@ -163,7 +163,7 @@ def _join(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
   return flat
 
 
-def alone(some: bool = False) -> ocp.Context:
+def unsynced(some: bool = False) -> ocp.Context:
   """Reads without barriers: a failing process does not block the others."""
   context = ocp.Context()
   context.pytree.loading.partial_load = some

@@ -60,11 +60,11 @@ def refuse_foreign(name: str, workdir: epath.Path) -> None:
     ConfigError: names the file.
   """
   # A checkpoint of ours says so too.
-  known = lambda: "config" in (checkpoint.newest_info(workdir) or {})
+  is_known = lambda: "config" in (checkpoint.newest_info(workdir) or {})
   for folder in (checkpoint.CHECKPOINTS, checkpoint.SET_ASIDE):
     if not files.is_remote(workdir) and os.path.isfile(workdir / folder):
       files.fail_foreign(name, workdir, folder)
-  files.refuse_foreign(name, workdir, _OURS, known)
+  files.refuse_foreign(name, workdir, _OURS, is_known)
 
 
 @contextlib.contextmanager
@@ -120,8 +120,8 @@ def changes(
     )
   # A field that did not exist then had its default.
   old = config_lib.build_run_config(info["config"])
-  found = config_lib.differences(
-    *(json.loads(config_lib.to_json(one)) for one in (old, config))
+  changed = config_lib.differences(
+    *(json.loads(config_lib.to_json(c)) for c in (old, config))
   )
   lengths = (old.train.steps, config.train.steps)
   step = max(checkpoint.all_steps(workdir), default=old.train.steps)
@@ -129,9 +129,9 @@ def changes(
   averages = train_state.has_average(config.train, step)
   # A run that is cut to what it has done would not be evaluated at its end.
   if step <= settled and step < config.train.steps and not averages:
-    found.pop("train.steps", None)
-  found = {
-    field: values for field, values in found.items() if not is_harmless(field)
+    changed.pop("train.steps", None)
+  changed = {
+    field: values for field, values in changed.items() if not is_harmless(field)
   }
   now = fingerprints(descriptions)
   unknown = dict.fromkeys(now, "not recorded")
@@ -139,12 +139,12 @@ def changes(
   for split in before:
     if before[split] != now[split]:
       what = f"the content of the {split} data"
-      found[what] = (before[split], now[split])
-  return found
+      changed[what] = (before[split], now[split])
+  return changed
 
 
 def fingerprints(descriptions: Mapping[str, Any]) -> dict[str, str]:
-  """Of each split.
+  """The fingerprint of each split.
 
   Raises:
     ValueError: these are no descriptions.
@@ -165,8 +165,8 @@ def refuse_other_text(
   expected: Mapping[str, str],
 ) -> None:
   """Refuses data with other fingerprints than those of the run `name`."""
-  for split, found in fingerprints(descriptions).items():
-    if found != expected[split]:
+  for split, fingerprint in fingerprints(descriptions).items():
+    if fingerprint != expected[split]:
       config_lib.fail(
         "data.path",
         config.data.path or list(config.data.paths),
@@ -179,7 +179,7 @@ def damaged(workdir: epath.Path) -> dict[str, str]:
   """The files of a run with checkpoints that must be rebuilt, and why."""
   if not checkpoint.all_steps(workdir):
     return {}
-  found = {}
+  causes = {}
   for name, check in (
     (CONFIG, config_lib.build_run_config),
     (DATA, fingerprints),
@@ -189,10 +189,10 @@ def damaged(workdir: epath.Path) -> dict[str, str]:
       check(files.read_json(workdir / name))
     except FileNotFoundError:
       # A run that is not finished has no summary.
-      found |= {} if name == SUMMARY else {name: "missing"}
+      causes |= {} if name == SUMMARY else {name: "missing"}
     except (OSError, ValueError) as error:
-      found[name] = " ".join(str(error).split())
-  return found
+      causes[name] = " ".join(str(error).split())
+  return causes
 
 
 def is_harmless(field: str) -> bool:

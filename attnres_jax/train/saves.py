@@ -110,7 +110,7 @@ class Saver:
   def _write_checksums(self) -> None:
     # A temporary folder on disks; object stores have the final one.
     final = self._folder / str(self.last_step)
-    names = sorted(one.name for one in self._folder.iterdir())
+    names = sorted(f.name for f in self._folder.iterdir())
     begins = (name for name in names if name.startswith(f"{final.name}."))
     folder = self._folder / next(begins, final.name)
     checksums.write(folder, self._info)

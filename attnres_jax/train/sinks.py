@@ -147,7 +147,7 @@ class TensorBoard:
 
 
 class Wandb:
-  """The same scalars, as one wandb run per workdir.
+  """Writes scalars to one wandb run per workdir.
 
   wandb ignores rows of a step before its newest, and events of an asynchronous
   save arrive late. So the step is a separate metric, against which the others

@@ -43,14 +43,14 @@ class Source:
         config says.
     """
     like = program.abstract_state
-    wanted = {
+    leaves = {
       "model": trees.to_flat({"model": like.model}),
       "opt_state": trees.to_flat({"opt_state": like.opt_state}),
     }
     _, stored = checkpoint.describe(self.run, self.step)
     there = {n: s for n, s in stored.items() if n.startswith("opt_state/")}
-    continued = there == {n: a.shape for n, a in wanted["opt_state"].items()}
-    names = wanted["model"] | (wanted["opt_state"] if continued else {})
+    continued = there == {n: a.shape for n, a in leaves["opt_state"].items()}
+    names = leaves["model"] | (leaves["opt_state"] if continued else {})
     loaded = trees.to_flat(program.init_state())
     for name in names:
       # Both may not fit into memory.
@@ -104,11 +104,11 @@ def find(config: config_lib.RunConfig) -> Source:
 def _differences(
   old: config_lib.ModelConfig, new: config_lib.ModelConfig
 ) -> dict[str, tuple[Any, Any]]:
-  found = config_lib.differences(
+  differing = config_lib.differences(
     *(dataclasses.asdict(model) for model in (old, new))
   )
   return {
     name: pair
-    for name, pair in found.items()
+    for name, pair in differing.items()
     if config_lib.affects(f"model.{name}") & {"function", "precision"}
   }

@@ -35,7 +35,7 @@ from attnres_jax.train import train_state
 
 
 def key(config: config_lib.RunConfig) -> str:
-  """The same for runs that can be trained together."""
+  """A text that runs share which can be trained together."""
   same_data = dataclasses.replace(config.data, seed=0)
   same = dataclasses.replace(config, name="", seed=0, data=same_data)
   return config_lib.to_json(same)
@@ -76,7 +76,7 @@ class Batches:
   def evaluator(
     self, config: config_lib.RunConfig, mesh: jax.sharding.Mesh, step: Any
   ) -> evaluate.Evaluator:
-    """Of the validation batches of a run."""
+    """The evaluator of a run's validation batches."""
     same = dataclasses.replace(config.data, seed=0)
     place = same, config.train.eval_batches
     with self._lock:
@@ -132,8 +132,8 @@ class Group:
       if value := getattr(first.train, field):
         config_lib.fail(f"train.{field}", value, "0, to train seeds together")
     if first.train.steps % first.train.log_every:
-      wanted = "a divisor of train.steps, to train seeds together"
-      config_lib.fail("train.log_every", first.train.log_every, wanted)
+      expected = "a divisor of train.steps, to train seeds together"
+      config_lib.fail("train.log_every", first.train.log_every, expected)
     tokenizer = data.make_tokenizer(first.data)
     self.configs = [c.with_vocab_size(tokenizer.vocab_size) for c in configs]
     self.workdirs = [epath.Path(workdir) for workdir in workdirs]
@@ -148,12 +148,12 @@ class Group:
     self._train: Any = None
     self._evaluate: Any = None
     restored = [self._restored(i) for i in range(len(configs))]
-    (self.step,) = {one.step if one else 0 for one in restored}
+    (self.step,) = {r.step if r else 0 for r in restored}
     self._state: Any = None
     if self.step:
-      states = [one.state for one in restored if one]
+      states = [r.state for r in restored if r]
       self._state = jax.tree.map(lambda *a: jnp.stack(a), *states)
-    self._runs = [self._open_run(i, one) for i, one in enumerate(restored)]
+    self._runs = [self._open_run(i, r) for i, r in enumerate(restored)]
 
   @property
   def steps(self) -> int:
@@ -276,7 +276,7 @@ class Group:
 
   @property
   def parameters(self) -> int:
-    """Of each network."""
+    """Number of parameters of each network."""
     model = self.program.abstract_state.model
     return sum(leaf.size for leaf in jax.tree.leaves(model))
 

@@ -41,9 +41,9 @@ def _config(**fields):
 
 def test_a_plan_replaces_its_fields_alone(file):
   config = _config()
-  found = plans.resolve(config, DEVICES, file)
+  planned = plans.resolve(config, DEVICES, file)
   changes = config_lib.differences(
-    config_lib.to_dict(config), config_lib.to_dict(found)
+    config_lib.to_dict(config), config_lib.to_dict(planned)
   )
   assert {name: new for name, (_, new) in changes.items()} == {
     name: value for name, value in OVERRIDES.items() if value != 1
@@ -65,10 +65,10 @@ def test_a_plan_belongs_to_what_its_step_depends_on(file, fields, same):
 
 def test_fields_at_their_defaults_do_not_matter(file, monkeypatch):
   row = plans.find(_config(), DEVICES, file)
-  known = config_lib.to_dict
+  to_dict = config_lib.to_dict
 
   def later(config):
-    return known(config) | {"model": known(config)["model"] | {"new": 0}}
+    return to_dict(config) | {"model": to_dict(config)["model"] | {"new": 0}}
 
   monkeypatch.setattr(config_lib, "to_dict", later)
   assert row is not None and row == plans.find(_config(), DEVICES, file)
@@ -169,8 +169,8 @@ def test_a_plan_may_be_a_pipeline(file):
   plain = tiny_run.config(BYTES | {"model.width": 32})
   plans.put(plain, DEVICES, OVERRIDES, {}, file)
   plans.put(_config(), DEVICES, more, {}, file)
-  found = plans.resolve(_config(), DEVICES, file)
-  assert found.mesh.stage == 2 and found.pipeline == dataclasses.replace(
+  planned = plans.resolve(_config(), DEVICES, file)
+  assert planned.mesh.stage == 2 and planned.pipeline == dataclasses.replace(
     _config().pipeline, virtual_stages=2, microbatches=4, gather="step"
   )
   other = plans.resolve(_config(**{"model.width": 32}), DEVICES, file)
@@ -187,9 +187,9 @@ def test_a_plan_may_be_a_pipeline(file):
 def test_a_plan_of_another_scheme_is_that_of_the_same_network(file):
   prenorm = plans.apply(_config(), {"model.residual.name": "prenorm"})
   schemes = ("block_attnres", "prenorm")
-  found = plans.under_other_schemes(prenorm, DEVICES, schemes, file)
-  assert found == OVERRIDES
+  overrides = plans.under_other_schemes(prenorm, DEVICES, schemes, file)
+  assert overrides == OVERRIDES
   wider = plans.apply(prenorm, {"model.width": 32})
-  for config, known in ((_config(), schemes), (wider, schemes),
+  for config, of in ((_config(), schemes), (wider, schemes),
                         (prenorm, schemes[1:])):  # fmt: skip
-    assert plans.under_other_schemes(config, DEVICES, known, file) is None
+    assert plans.under_other_schemes(config, DEVICES, of, file) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep costs, and what is refused."""
+"""Prices of sweeps, and refusals."""
 
 import re
 
@@ -50,9 +50,9 @@ def prices(runs, path):
 
 
 def hours(size, num_chips=8):
-  """Of all schemes and seeds."""
-  one = next(run for run in RUNS if run.overrides["size"] == size)
-  return 9 * one.config["train"]["steps"] * SECONDS[size] * num_chips / 3600
+  """Chip-hours of all schemes and seeds."""
+  run = next(run for run in RUNS if run.overrides["size"] == size)
+  return 9 * run.config["train"]["steps"] * SECONDS[size] * num_chips / 3600
 
 
 def test_runs_are_priced_by_their_plans(tmp_path):
@@ -83,30 +83,30 @@ def test_runs_with_a_mesh_of_their_own_have_no_price(tmp_path):
 
 
 def test_what_fits_can_be_launched(tmp_path):
-  found = prices(RUNS, plans_file(tmp_path / "p.csv"))
+  offers = prices(RUNS, plans_file(tmp_path / "p.csv"))
   total = sum(map(hours, SECONDS))
-  budget.check(RUNS, found, total * 1.001, None)
-  budget.check(RUNS, found, total * 1.001, "v5e:2x4")
+  budget.check(RUNS, offers, total * 1.001, None)
+  budget.check(RUNS, offers, total * 1.001, "v5e:2x4")
   most = hours("64m") + hours("124m") + 1
   with pytest.raises(config_lib.ConfigError) as caught:
-    budget.check(RUNS, found, most, "v5e-8")
+    budget.check(RUNS, offers, most, "v5e-8")
   message = str(caught.value)
   assert message.startswith(f"--max_chip_hours: got {most}, expected at least")
   assert f"{total:,.1f} on v5e-8" in message
   (pattern,) = re.findall(r"--only='([^']+)'", message)
   selected = grid.select(RUNS, pattern)
   assert {run.overrides["size"] for run in selected} == {"64m", "124m"}
-  found = prices(selected, tmp_path / "p.csv")
-  budget.check(selected, found, most, "v5e-8")
+  offers = prices(selected, tmp_path / "p.csv")
+  budget.check(selected, offers, most, "v5e-8")
   with pytest.raises(config_lib.ConfigError, match="cheapest run costs"):
     budget.check(RUNS, prices(RUNS, tmp_path / "p.csv"), 0.1, "v5e-8")
 
 
 def test_an_unknown_price_is_refused(tmp_path):
-  one = plans_file(tmp_path / "one.csv", ("64m",))
+  some = plans_file(tmp_path / "one.csv", ("64m",))
   for name, words in ((None, "27 of 36"), ("v6e-8", "36 of 36 have none")):
     with pytest.raises(config_lib.ConfigError, match=words):
-      budget.check(RUNS, prices(RUNS, one), 1e9, name)
+      budget.check(RUNS, prices(RUNS, some), 1e9, name)
   two = plans_file(tmp_path / "two.csv", slices=("v5e-8", "v3-8"))
   with pytest.raises(config_lib.ConfigError, match="v5e-8 .*v3-8"):
     budget.check(RUNS, prices(RUNS, two), 1e9, None)
@@ -126,7 +126,7 @@ def test_a_launch_needs_plans_for_its_slice(tmp_path, capsys):
     line = [f"--config={spec}", *flags, f"--set=slice={name}"]
     assert cli.main(scaling_law.EXPERIMENT, line) == status
   jobset = ["--launcher=jobset", "--set=image=i", "--set=slice=v5e-8"]
-  flags = [one for one in flags if "tpu_vm" not in one and "zone" not in one]
+  flags = [f for f in flags if "tpu_vm" not in f and "zone" not in f]
   line = [f"--config={SPEC}", *flags, *jobset]
   assert cli.main(scaling_law.EXPERIMENT, line) == 0
   line.append("--set=slices=2")
@@ -192,6 +192,6 @@ def test_workers_record_the_chips_that_they_hold(tmp_path, monkeypatch):
 
   hold(10.0, 8)
   hold(20.0, 4)
-  found = state_lib.read(workdir)
-  assert found.seconds == pytest.approx(30)
-  assert found.chip_seconds == pytest.approx(10 * 8 + 20 * 4)
+  state = state_lib.read(workdir)
+  assert state.seconds == pytest.approx(30)
+  assert state.chip_seconds == pytest.approx(10 * 8 + 20 * 4)

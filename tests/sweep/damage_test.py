@@ -118,23 +118,23 @@ def test_damage_is_of_one_run(sweep, capsys, kind):
   bad, *good = _names(folder)
   file, damage = DAMAGE[kind]
   damage(folder / bad / file)
-  found = monitor.of_folder(folder)
-  assert [one.name for one in found] == [bad, *good]
-  assert [one.status for one in found] == ["damaged", "done", "done"]
-  assert found[0].error.startswith(f"{folder / bad / file}:")
+  progress = monitor.of_folder(folder)
+  assert [run.name for run in progress] == [bad, *good]
+  assert [run.status for run in progress] == ["damaged", "done", "done"]
+  assert progress[0].error.startswith(f"{folder / bad / file}:")
   for action in ("status", "collect", "report"):
     assert _main(sweep, action) == 1
     out, err = capsys.readouterr()
     if action == "status":  # It reads only the end of a file.
       assert f"{bad}: {folder / bad / file}:" in out
     else:
-      assert f"{bad}: {found[0].error}" in err
+      assert f"{bad}: {progress[0].error}" in err
     assert not (err and action == "status") and "Traceback" not in err
   rows = csv_rows.read(folder / cli.ROWS)
   assert [row["run"] for row in rows] == good
   assert "2/3 done, 1 damaged" in (folder / cli.REPORT).read_text()
   if kind.endswith("cut"):
-    assert "2/3 done, 1 damaged" in laws.render(folder, found)
+    assert "2/3 done, 1 damaged" in laws.render(folder, progress)
 
 
 @tiers.parametrize("kind", KINDS, first=6)
@@ -148,9 +148,9 @@ def test_damage_and_launch(sweep, capsys, monkeypatch, kind):
   damage(folder / bad / file)
   monkeypatch.setattr(worker, "command", _finish)
   status = _main(sweep, "run", "--max_parallel=2")
-  found = {one.name: one for one in monitor.of_folder(folder)}
-  assert [found[name].status for name in good] == ["done", "done"]
-  assert status == (found[bad].status == "damaged")
+  progress = {run.name: run for run in monitor.of_folder(folder)}
+  assert [progress[name].status for name in good] == ["done", "done"]
+  assert status == (progress[bad].status == "damaged")
   _, err = capsys.readouterr()
   assert (f"error: {bad}: {folder / bad / file}:" in err) == bool(status)
   if file == folder_lib.RUN and "folder" not in kind:
@@ -184,7 +184,7 @@ def test_damaged_list_of_runs(sweep, capsys, monkeypatch):
 
 
 def test_runs_may_override_different_fields(tmp_path, capsys):
-  """As a table, and in every report."""
+  """Their rows are one table, and every report draws them."""
   source = tiny_sweep.write(tmp_path / "tiny.py", seeds=())
   text = (tmp_path / "tiny.py").read_text()
   (tmp_path / "tiny.py").write_text(
@@ -240,8 +240,8 @@ def test_skipped_steps_and_losses_that_are_not_finite(tmp_path):
     "6 of 20 steps were skipped, since a loss or gradient was not finite;"
     " train.max_skipped_share is 0.25"
   )
-  found = work_lib._diverged(summary | {"validation_loss": None}, config)
-  assert found == "the validation loss is not finite"
+  cause = work_lib._diverged(summary | {"validation_loss": None}, config)
+  assert cause == "the validation loss is not finite"
   # It changes no name: sweeps under way keep their runs.
   source = tiny_sweep.write(
     tmp_path / "tiny.py", seeds=(0,), **{"train.on_nan": "skip"}
@@ -341,9 +341,9 @@ def test_a_worker_leaves_the_runs_of_other_launches(sweep, monkeypatch):
   monkeypatch.setattr(work_lib, "run", work)
   assert work_lib.run_all(folder, only="^seed1-") == exits.Exit.DONE
   assert begun == [ours]
-  for only in ("seed9", "("):
+  for pattern in ("seed9", "("):
     with pytest.raises(config_lib.ConfigError, match="^--only: got"):
-      work_lib.run_all(folder, only=only)
+      work_lib.run_all(folder, only=pattern)
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -412,8 +412,8 @@ def test_a_sweep_has_one_text(sweep, monkeypatch):
   """A run that has begun says which; paths may change, tokenizers may not."""
   folder, _ = sweep
   begun, fresh, *_ = _names(folder)
-  known = {"train": "0123456789abcdef", "validation": "fedcba9876543210"}
-  texts = {split: {"fingerprint": one} for split, one in known.items()}
+  hashes = {"train": "0123456789abcdef", "validation": "fedcba9876543210"}
+  texts = {split: {"fingerprint": digest} for split, digest in hashes.items()}
   for name in begun, fresh:
     (folder / name / run_folder.DATA).unlink()
     (folder / name / state_lib.FILE).unlink()
@@ -436,7 +436,7 @@ def test_a_sweep_has_one_text(sweep, monkeypatch):
   values["config"]["data"]["validation_fraction"] = 0.5
   path.write_text(json.dumps(values))
   work_lib.run(folder, fresh)
-  assert told == [None, [begun, known], None, [begun, known], None]
+  assert told == [None, [begun, hashes], None, [begun, hashes], None]
 
 
 def test_a_device_that_is_still_in_use_is_no_refusal(

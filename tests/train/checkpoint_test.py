@@ -369,9 +369,9 @@ def test_none_readable_is_an_error_and_moves_nothing(tmp_path):
 
 def test_another_model_is_an_error_not_damage(tmp_path):
   _save(tmp_path, [1, 2])
-  wanted = _abstract(_state(0, width=32))
+  wider = _abstract(_state(0, width=32))
   with pytest.raises(checkpoint.CheckpointError) as error:
-    checkpoint.restore_latest(tmp_path, wanted)
+    checkpoint.restore_latest(tmp_path, wider)
   assert "model/w: (64, 64) there, (32, 64) here" in str(error.value)
   assert checkpoint.all_steps(tmp_path) == [1, 2]
 

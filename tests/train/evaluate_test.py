@@ -74,14 +74,14 @@ def test_sums_over_the_first_batches_every_time():
 
 def test_processes_with_the_same_rows_count_their_bytes_once(monkeypatch):
   batches = _batches(3)
-  alone, _ = _evaluator(batches)
+  single, _ = _evaluator(batches)
   monkeypatch.setattr(processes, "gather", lambda number: [number, number])
   # Ranks of a pipeline.
   monkeypatch.setattr(sharding, "share_of_rows", lambda *unused: (0, 1))
   ranks, _ = _evaluator(batches)
   monkeypatch.undo()
   model = jnp.float32(1.0)
-  assert ranks(model)["bits_per_byte"] == alone(model)["bits_per_byte"]
+  assert ranks(model)["bits_per_byte"] == single(model)["bits_per_byte"]
 
 
 def test_bits_per_byte_only_of_bytes():
@@ -105,7 +105,7 @@ def test_bytes_across_documents_and_padding_do_not_count():
 
 def test_a_split_has_one_loss_in_batches_of_any_size(tmp_path):
   (tmp_path / "corpus.txt").write_text("some words to be predicted\n" * 40)
-  found = []
+  losses = []
   for size in (1, 4, 5, 16, 64):
     config = config_lib.DataConfig(
       source="text", path=str(tmp_path), validation_fraction=0.7,
@@ -113,8 +113,8 @@ def test_a_split_has_one_loss_in_batches_of_any_size(tmp_path):
     )  # fmt: skip
     dataset = data.open_dataset(config, "validation")
     batches = [
-      {name: np.array(array) for name, array in one.items()}
-      for one in dataset.batches()
+      {name: np.array(array) for name, array in b.items()}
+      for b in dataset.batches()
     ]
     mesh = sharding.make_mesh(
       config_lib.MeshConfig(), devices=jax.devices()[:1]
@@ -131,5 +131,5 @@ def test_a_split_has_one_loss_in_batches_of_any_size(tmp_path):
     result = evaluator(jnp.float32(0.5))
     # All of the text, and where it ends.
     assert result["tokens"] == dataset.num_tokens
-    found.append((result["loss"], result["bits_per_byte"]))
-  np.testing.assert_allclose(found, [found[0]] * len(found), rtol=1e-6)
+    losses.append((result["loss"], result["bits_per_byte"]))
+  np.testing.assert_allclose(losses, [losses[0]] * len(losses), rtol=1e-6)

@@ -50,7 +50,7 @@ def quick(fields):
 
 
 @pytest.fixture(scope="module")
-def whole(fields, tmp_path_factory):
+def unbroken(fields, tmp_path_factory):
   """An uninterrupted run: its folder and summary."""
   workdir = tmp_path_factory.mktemp("whole")
   return workdir, tiny_run.train_here(workdir, fields)
@@ -65,19 +65,19 @@ def quick_whole(quick, tmp_path_factory):
 
 
 @pytest.fixture
-def run(whole, tmp_path):
+def run(unbroken, tmp_path):
   """A copy of the uninterrupted run, to be damaged."""
-  return shutil.copytree(whole[0], tmp_path / "run")
+  return shutil.copytree(unbroken[0], tmp_path / "run")
 
 
 @pytest.fixture
 def quick_run(quick_whole, tmp_path):
-  """The same of the run that compiles fast."""
+  """A copy of the run that compiles fast, to be damaged."""
   return shutil.copytree(quick_whole, tmp_path / "run")
 
 
-def test_what_a_run_leaves(whole, fields):
-  workdir, summary = whole
+def test_what_a_run_leaves(unbroken, fields):
+  workdir, summary = unbroken
   assert summary["status"] == "finished" and summary["step"] == 20
   assert json.loads((workdir / "summary.json").read_text()) == summary
   config = json.loads((workdir / "config.json").read_text())
@@ -129,8 +129,8 @@ def test_a_run_resumes_on_another_mesh(quick_whole, quick_run, quick):
   assert model.embedding.table.shape == (257, 16)
 
 
-def test_model_is_the_trained_one(whole):
-  workdir, summary = whole
+def test_model_is_the_trained_one(unbroken):
+  workdir, summary = unbroken
   config, model = checkpoint.load_model(workdir)
   from attnres_jax import data
 
@@ -151,7 +151,7 @@ def test_model_is_the_trained_one(whole):
 
 
 @tiers.parametrize("step", [5, 15])
-def test_resumed_run_equals_uninterrupted_run(whole, run, fields, step):
+def test_resumed_run_equals_uninterrupted_run(unbroken, run, fields, step):
   tiny_run.rewind(run, step)
   before = metrics.read_rows(run)
   summary = tiny_run.train_here(run, fields)
@@ -171,15 +171,15 @@ def test_resumed_run_equals_uninterrupted_run(whole, run, fields, step):
   del spent["lost_steps"], spent["chip_seconds"]
   assert all(seconds > 0 for seconds in spent.values())
   # Of both attempts; saves do not overlap with anything else that is counted.
-  assert sum(spent.values()) <= whole[1]["seconds"] + summary["seconds"]
+  assert sum(spent.values()) <= unbroken[1]["seconds"] + summary["seconds"]
   for name in ("train_loss", "validation_loss", "bits_per_byte", "parameters"):
-    assert summary[name] == whole[1][name]
-  tiny_run.assert_same_run(whole[0], run)
+    assert summary[name] == unbroken[1][name]
+  tiny_run.assert_same_run(unbroken[0], run)
 
 
-def test_finished_run_is_left_alone(whole, run, fields):
+def test_finished_run_is_left_alone(unbroken, run, fields):
   before = (run / "metrics.jsonl").read_bytes()
-  assert tiny_run.train_here(run, fields) == whole[1]
+  assert tiny_run.train_here(run, fields) == unbroken[1]
   assert (run / "metrics.jsonl").read_bytes() == before
 
 
@@ -212,9 +212,9 @@ def test_damaged_descriptions_are_found(run):
     for kind, harm in DAMAGE.items():
       harm(run / name)
       is_fine = (name, kind) == (run_folder.SUMMARY, "deleted")
-      found = run_folder.damaged(epath.Path(run))
-      assert list(found) == ([] if is_fine else [name]), kind
-      assert all(cause and "\n" not in cause for cause in found.values())
+      damages = run_folder.damaged(epath.Path(run))
+      assert list(damages) == ([] if is_fine else [name]), kind
+      assert all(cause and "\n" not in cause for cause in damages.values())
       (run / name).write_text(good)
 
 
@@ -230,8 +230,8 @@ def test_damaged_files_are_rebuilt(quick_whole, quick_run, quick, finished):
   # A damaged line among those that stay, and one that is computed again.
   lines = (run / "metrics.jsonl").read_text().splitlines()
   steps = [json.loads(line)["step"] for line in lines]
-  kept, lost = steps.index(7), steps.index(19)
-  lines[kept:kept] = ["garbage"]
+  line, lost = steps.index(7), steps.index(19)
+  lines[line:line] = ["garbage"]
   lines[lost + 1] = lines[lost + 1][:-9]
   (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
   damaged_line = lines[lost + 1]
@@ -248,7 +248,7 @@ def test_damaged_files_are_rebuilt(quick_whole, quick_run, quick, finished):
   }
   damaged = tiny_run.events(run, "damaged line")
   assert len(damaged) == 1 + finished
-  assert f"metrics.jsonl:{kept + 1}: not a row" in damaged[0]["what"]
+  assert f"metrics.jsonl:{line + 1}: not a row" in damaged[0]["what"]
   before = json.loads((quick_whole / "summary.json").read_text())
   for name in ("train_loss", "validation_loss", "bits_per_byte", "step"):
     assert summary[name] == before[name]
@@ -266,8 +266,8 @@ def test_a_flipped_config_is_not_believed(quick_run, quick):
   (run / "config.json").write_text(flipped)
   described = tiny_run.config(quick | {"optim.peak_lr": 0.007})
   data = json.loads((run / "data.json").read_text())
-  found = run_folder.changes(epath.Path(run), described, data)
-  assert found == {"optim.peak_lr": (0.003, 0.007)}
+  changes = run_folder.changes(epath.Path(run), described, data)
+  assert changes == {"optim.peak_lr": (0.003, 0.007)}
   assert run_folder.changes(epath.Path(run), tiny_run.config(quick), data) == {}
 
 
@@ -354,7 +354,7 @@ def test_refusals_of_a_start(wrong, quick, tmp_path):
 
 
 def test_rows_that_are_missing_are_noticed():
-  tail = metrics.Tail([], [], last_step=12, kept=0, whole=True)
+  tail = metrics.Tail([], [], last_step=12, start=0, clean=True)
 
   def missing(step, log_every):
     info = {"config": {"train": {"log_every": log_every}}}
@@ -366,11 +366,11 @@ def test_rows_that_are_missing_are_noticed():
   assert history.missing_rows(None, tail) is None
 
 
-def test_killed_between_last_save_and_summary(whole, run, fields):
+def test_killed_between_last_save_and_summary(unbroken, run, fields):
   (run / "summary.json").unlink()
   summary = tiny_run.train_here(run, fields)
-  assert summary["validation_loss"] == whole[1]["validation_loss"]
-  tiny_run.assert_same_run(whole[0], run)
+  assert summary["validation_loss"] == unbroken[1]["validation_loss"]
+  tiny_run.assert_same_run(unbroken[0], run)
 
 
 def _cut(folder):
@@ -383,15 +383,15 @@ def _cut(folder):
   "damage,event",
   [(_cut, "checkpoint set aside"), (shutil.rmtree, "checkpoint missing")],
 )
-def test_a_bad_newest_checkpoint(whole, run, fields, damage, event):
+def test_a_bad_newest_checkpoint(unbroken, run, fields, damage, event):
   tiny_run.rewind(run, 15)
   damage(run / "checkpoints" / "15")
   tiny_run.train_here(run, fields)
-  (found,) = tiny_run.events(run, event)
-  assert found["of_step"] == 15 and found["step"] == 10
+  (row,) = tiny_run.events(run, event)
+  assert row["of_step"] == 15 and row["step"] == 10
   aside = run / "checkpoints_set_aside" / "15.0"
-  assert aside.is_dir() == (damage is _cut) == bool(found.get("cause"))
-  tiny_run.assert_same_run(whole[0], run)
+  assert aside.is_dir() == (damage is _cut) == bool(row.get("cause"))
+  tiny_run.assert_same_run(unbroken[0], run)
 
 
 def test_all_checkpoints_gone_is_an_error(run, fields):
@@ -416,13 +416,13 @@ def test_changed_config_is_refused(run, fields):
 
 
 @pytest.mark.more
-def test_a_field_that_is_new_since_then_changes_nothing(whole, run, fields):
+def test_a_field_that_is_new_since_then_changes_nothing(unbroken, run, fields):
   tiny_run.rewind(run, 10)
   values = json.loads((run / "config.json").read_text())
   del values["loss"]["z_loss"]
   (run / "config.json").write_text(json.dumps(values))
   assert tiny_run.train_here(run, fields)["status"] == "finished"
-  tiny_run.assert_same_run(whole[0], run)
+  tiny_run.assert_same_run(unbroken[0], run)
 
 
 def test_changed_data_is_refused(run, fields, tmp_path):
@@ -486,12 +486,12 @@ def test_steps_are_harmless_while_nothing_depends_on_them(
   monkeypatch.setattr(checkpoint, "all_steps", lambda workdir: [5, 6])
   monkeypatch.setattr(checkpoint, "newest_info", lambda workdir: info)
   data = dict.fromkeys(("train", "validation"), {"fingerprint": ""})
-  found = run_folder.changes(epath.Path(tmp_path), longer, data)
-  assert found == ({} if allowed else {"train.steps": (6, 7)})
+  changes = run_folder.changes(epath.Path(tmp_path), longer, data)
+  assert changes == ({} if allowed else {"train.steps": (6, 7)})
   # Of a longer run that stopped at step 6, the last step is not evaluated.
   info["config"] = json.loads(config_lib.to_json(longer))
-  found = run_folder.changes(epath.Path(tmp_path), short, data)
-  assert found == {"train.steps": (7, 6)}
+  changes = run_folder.changes(epath.Path(tmp_path), short, data)
+  assert changes == {"train.steps": (7, 6)}
 
 
 def test_data_that_a_checkpoint_does_not_name_are_other_data(
@@ -502,8 +502,8 @@ def test_data_that_a_checkpoint_does_not_name_are_other_data(
   monkeypatch.setattr(checkpoint, "all_steps", lambda workdir: [6])
   monkeypatch.setattr(checkpoint, "newest_info", lambda workdir: info)
   data = dict.fromkeys(("train", "validation"), {"fingerprint": "ab"})
-  found = run_folder.changes(epath.Path(tmp_path), config, data)
-  assert found == {
+  changes = run_folder.changes(epath.Path(tmp_path), config, data)
+  assert changes == {
     f"the content of the {split} data": ("not recorded", "ab") for split in data
   }
 
@@ -522,14 +522,14 @@ def test_all_of_the_validation_split_is_read_at_the_end_only(quick, tmp_path):
     tiny_run.train_here(
       tmp_path / name, quick | fields | {"train.eval_sample": sample}
     )
-  whole, sampled = (
+  full, sampled = (
     tiny_run.rows(tmp_path / name, "validation") for name in ("all", "sample")
   )
-  *early, last = whole
-  assert early and whole.keys() == sampled.keys()
-  assert sampled[last]["loss"] == whole[last]["loss"]
+  *early, last = full
+  assert early and full.keys() == sampled.keys()
+  assert sampled[last]["loss"] == full[last]["loss"]
   for step in early:
-    assert sampled[step]["tokens"] < whole[step]["tokens"]
+    assert sampled[step]["tokens"] < full[step]["tokens"]
 
 
 def _poison(monkeypatch, *steps):
@@ -545,11 +545,11 @@ def _poison(monkeypatch, *steps):
       model = jax.tree.map(lambda a: a * factor, state.model)
       new, metrics = step(dataclasses.replace(state, model=model), batch)
       # What a step does with its own non-finite gradient, undone by hand.
-      keep = lambda a, b: jax.numpy.where(bad, a, b)
+      select = lambda a, b: jax.numpy.where(bad, a, b)
       return dataclasses.replace(
         new,
-        model=jax.tree.map(keep, state.model, new.model),
-        opt_state=jax.tree.map(keep, state.opt_state, new.opt_state),
+        model=jax.tree.map(select, state.model, new.model),
+        opt_state=jax.tree.map(select, state.opt_state, new.opt_state),
       ), metrics
 
     return jax.jit(poisoned, donate_argnums=0)
@@ -594,16 +594,16 @@ def test_nan_steps_are_skipped_and_counted(quick, tmp_path, monkeypatch):
   ]  # fmt: skip
   assert np.isfinite(rows[8]["param_norm"])
   assert len(tiny_run.events(tmp_path, "not finite")) == 2
-  (said,) = tiny_run.events(tmp_path, "skipped steps")
-  assert said["skipped"] == 2 and said["step"] == 20
+  (event,) = tiny_run.events(tmp_path, "skipped steps")
+  assert event["skipped"] == 2 and event["step"] == 20
 
 
 def test_processes_say_their_step_before_they_compile(
   quick_run, quick, monkeypatch
 ):
   """JAX stops all of them one step after it, if a signal comes meanwhile."""
-  said = []
-  ask = lambda self, step: said.append(step)
+  told = []
+  ask = lambda self, step: told.append(step)
   monkeypatch.setattr(loop.signals.StopSignal, "requested", ask)
 
   def compile_step(*_):
@@ -613,7 +613,7 @@ def test_processes_say_their_step_before_they_compile(
   tiny_run.rewind(quick_run, 10)
   with pytest.raises(RuntimeError, match="compiling"):
     tiny_run.train_here(quick_run, quick)
-  assert said == [10]
+  assert told == [10]
 
 
 def test_small_saves_do_not_wait_for_hours(quick, tmp_path, monkeypatch):
@@ -629,7 +629,7 @@ def test_small_saves_do_not_wait_for_hours(quick, tmp_path, monkeypatch):
 
 
 def test_hosts_with_other_texts_are_refused(quick, tmp_path, monkeypatch):
-  """As on a host whose copy of the text is not that of the first one."""
+  """So is a host whose copy of the text differs from the first host's."""
   of_first = lambda text: text and text[::-1]
   monkeypatch.setattr(processes, "text_of_first", of_first)
   # On all of them, before one alone finds it unlike an earlier run's.

@@ -95,8 +95,8 @@ def test_the_end_of_the_file_is_enough(tmp_path, monkeypatch, seed, tail_bytes):
   sink = metrics.JsonlSink(epath.Path(path), keep_through=step)
   sink.write({"step": 100, "split": "train"})
   sink.close()
-  kept = [row for row in rows if row["split"] == "event" or row["step"] <= step]
-  assert metrics.read_rows(tmp_path)[:-1] == kept
+  left = [row for row in rows if row["split"] == "event" or row["step"] <= step]
+  assert metrics.read_rows(tmp_path)[:-1] == left
 
 
 def test_a_resumption_without_lost_rows_leaves_the_file(tmp_path):
@@ -203,8 +203,8 @@ writer = metrics.make_writer(sys.argv[1], dataclasses.replace(c, log=log))
 writer.write(1, "train", loss=1.0)
 writer.close()
 """
-  own = {"HOME": tmp_path, "WANDB_DIR": tmp_path, "NETRC": tmp_path / "none"}
-  environment = tiny_run.environment() | {k: str(v) for k, v in own.items()}
+  home = {"HOME": tmp_path, "WANDB_DIR": tmp_path, "NETRC": tmp_path / "none"}
+  environment = tiny_run.environment() | {k: str(v) for k, v in home.items()}
   environment |= {"WANDB_BASE_URL": "http://127.0.0.1:9"}
   environment.pop("WANDB_API_KEY", None)
   process = subprocess.run(

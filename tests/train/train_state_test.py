@@ -84,14 +84,14 @@ def _mean_loss(model, batch):
   return jnp.sum(weights * nll) / weights.sum(), logits
 
 
-def _whole(name="block_attnres", **fields):
-  """As it is, the config of most tests here, whose program is compiled once."""
+def _plain(name="block_attnres", **fields):
+  """The config of most tests here; unchanged, it is compiled once."""
   config = _config(name, weight_decay=0.0, **fields)
   loss = config_lib.LossConfig(z_loss=0.5, tile_tokens=16)
   return dataclasses.replace(config, loss=loss)
 
 
-WHOLE = _whole()
+WHOLE = _plain()
 
 
 GOLDEN = """\
@@ -103,7 +103,7 @@ say so in the commit; anything else that moves them is a bug."""
 
 def test_golden_steps():
   _, metrics = _run(_config(), [_batch(0), _batch(1)])
-  found = {
+  actual = {
     name: [float(row[name]) for row in metrics]
     for name in ("loss", "grad_norm", "param_norm", "learning_rate")
   }
@@ -115,7 +115,7 @@ def test_golden_steps():
   }
   for name, values in expected.items():
     np.testing.assert_allclose(
-      found[name], values, rtol=2e-5, err_msg=f"{GOLDEN}\n{name}: {found}"
+      actual[name], values, rtol=2e-5, err_msg=f"{GOLDEN}\n{name}: {actual}"
     )
 
 
@@ -128,7 +128,7 @@ def test_golden_steps():
 )
 def test_metrics_are_what_they_say(name, documents):
   """The z-loss affects the gradient but not the loss."""
-  config, batch = _whole(name), _batch(documents=documents)
+  config, batch = _plain(name), _batch(documents=documents)
   state = _program(config).init_state()
   weights = _weights(batch)
 
@@ -163,7 +163,7 @@ def test_metrics_are_what_they_say(name, documents):
 
 @pytest.mark.more
 def test_norms_are_of_what_is_trained():
-  """As is the norm that is clipped."""
+  """So is the norm that is clipped."""
   freeze = ("^embedding/", "^sublayers/")
   config, batch = _config(freeze=freeze), _batch(documents=True)
   state = _program(config).init_state()
@@ -227,8 +227,8 @@ class TestExperts:
       np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
     sign_LE = np.sign(load_LE.mean(axis=1, keepdims=True) - load_LE)
     change_LE = 0.25 * (sign_LE - sign_LE.mean(axis=1, keepdims=True))
-    found = after.model.sublayers["moe"].core.selection_bias[...]
-    np.testing.assert_allclose(found, change_LE, atol=1e-6)
+    bias_LE = after.model.sublayers["moe"].core.selection_bias[...]
+    np.testing.assert_allclose(bias_LE, change_LE, atol=1e-6)
 
   def test_step_that_is_not_finite_leaves_biases(self):
     state = _program(self.config).init_state()
@@ -240,8 +240,8 @@ class TestExperts:
     bad["tokens"][2, 1] = VOCAB - 1
     state, (row,) = _run(self.config, [bad], state)
     assert not bool(row["finite"]) and state.skipped == 1
-    found = state.model.sublayers["moe"].core.selection_bias[...]
-    np.testing.assert_array_equal(found, np.arange(8.0).reshape(2, 4))
+    bias_LE = state.model.sublayers["moe"].core.selection_bias[...]
+    np.testing.assert_array_equal(bias_LE, np.arange(8.0).reshape(2, 4))
 
 
 @tiers.parametrize(
@@ -253,18 +253,18 @@ def test_microbatches_and_devices_are_one_large_batch(parts, devices):
   # would differ.
   batches = [_batch(i, documents=True) for i in range(2)]
   assert len({*_weights(batches[0]).sum(axis=1)}) > 1
-  config = _whole(accumulate_steps=parts, data=devices)
+  config = _plain(accumulate_steps=parts, data=devices)
   assert _program(config).mesh.size == devices
-  found, rows = _run(config, batches)
-  whole, whole_rows = _run(WHOLE, batches)
+  model, rows = _run(config, batches)
+  expected, whole_rows = _run(WHOLE, batches)
   compare.trees(rows, whole_rows, 1e-5)
-  compare.trees(found, whole, 2e-5)
+  compare.trees(model, expected, 2e-5)
 
 
 @tiers.parametrize("remat", ["none", "full"], first=["full"])
 def test_the_gradient_of_each_layer_is_added_separately(remat):
   """All of them are never stacked, while one microbatch follows another."""
-  config = _whole(accumulate_steps=2)
+  config = _plain(accumulate_steps=2)
   model = dataclasses.replace(config.model, remat=remat)
   config = dataclasses.replace(config, model=model)
   program = _program(config)
@@ -280,10 +280,10 @@ def test_the_gradient_of_each_layer_is_added_separately(remat):
   assert len(matrices) > 3 * layers > 3
   assert {shape[0] for shape in matrices} == {1}
   batches = [_batch(i, documents=True) for i in range(2)]
-  found, rows = _run(config, batches)
-  whole, whole_rows = _run(WHOLE, batches)
+  trained, rows = _run(config, batches)
+  expected, whole_rows = _run(WHOLE, batches)
   compare.trees(rows, whole_rows, 1e-5)
-  compare.trees(found, whole, 2e-5)
+  compare.trees(trained, expected, 2e-5)
 
 
 def test_the_network_is_traced_once(monkeypatch):
@@ -322,8 +322,8 @@ def test_step_that_is_not_finite_changes_nothing():
   assert not np.isfinite(row["loss"])
   assert (state.step, state.skipped) == (2, 1)
   for part in ("model", "opt_state"):
-    kept, old = (jax.tree.leaves(getattr(s, part)) for s in (state, before))
-    for a, b in zip(kept, old):
+    same, old = (jax.tree.leaves(getattr(s, part)) for s in (state, before))
+    for a, b in zip(same, old):
       np.testing.assert_array_equal(a, b)
 
   state = jax.device_put(state, sharding.replicated(program.mesh))
@@ -344,17 +344,17 @@ def test_batch_without_targets_is_no_division_by_zero():
 @tiers.parametrize("parts", [1, 4], first=[4])
 def test_eval_step_sums_without_the_z_loss(parts):
   """One microbatch after another, as in a step."""
-  program = _program(_whole(accumulate_steps=parts))
+  program = _program(_plain(accumulate_steps=parts))
   model, batch = program.init_state().model, _batch(documents=True)
   made = jaxprs.arrays(jax.make_jaxpr(program.eval_step)(model, batch))
   width = program.config.model.width
   rows = {a.shape[0] for a in made if a.shape[1:] == (6, width)}
   assert 8 // parts in rows and (8 in rows) == (parts == 1)
-  found = program.eval_step(model, batch)
-  assert set(found) == {"loss_sum", "tokens"}
-  assert found["tokens"] == _weights(batch).sum()
+  sums = program.eval_step(model, batch)
+  assert set(sums) == {"loss_sum", "tokens"}
+  assert sums["tokens"] == _weights(batch).sum()
   expected = jax.jit(_mean_loss)(model, batch)[0] * _weights(batch).sum()
-  np.testing.assert_allclose(found["loss_sum"], expected, rtol=1e-5)
+  np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
 
 
 @tiers.parametrize(
@@ -403,7 +403,7 @@ def test_depth_series(name):
 
 
 def test_abstract_state_is_the_state():
-  program = _program(_whole(accumulate_steps=2, data=4))
+  program = _program(_plain(accumulate_steps=2, data=4))
   abstract, state = program.abstract_state, program.init_state()
   assert jax.tree.structure(abstract) == jax.tree.structure(state)
   for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state)):
@@ -424,9 +424,9 @@ def test_what_is_kept_for_backward(name):
     "full_attnres": (4 * 2, 1 * 2),
     "block_attnres": (4 * 4, 3 * 2),
   }[name]
-  kept = program.network.kept_bytes(program.abstract_state.model)
-  assert kept["running_state_bytes"] == states * vector
-  assert kept["block_bytes"] == blocks * vector
+  saved = program.network.kept_bytes(program.abstract_state.model)
+  assert saved["running_state_bytes"] == states * vector
+  assert saved["block_bytes"] == blocks * vector
   program = _program(config)
   assert not program.network.kept_bytes(program.abstract_state.model)
 

@@ -73,13 +73,13 @@ def map_parameters(
     ConfigError: a parameter has no axes; `other` is missing.
   """
 
-  def one(path: Any, node: Any) -> Any:
+  def of_node(path: Any, node: Any) -> Any:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     if isinstance(node, nnx.Variable):
-      said = node.get_metadata()
-      if "axes" in said:
-        about = said.get("decays", True), said.get("load", False)
-        about = said["axes"], *about, said.get("wide", False)
+      metadata = node.get_metadata()
+      if "axes" in metadata:
+        about = metadata.get("decays", True), metadata.get("load", False)
+        about = metadata["axes"], *about, metadata.get("wide", False)
         return jax.tree.map(
           lambda x: function(Parameter(name, *about, x)), node
         )
@@ -91,7 +91,7 @@ def map_parameters(
     )
 
   return jax.tree_util.tree_map_with_path(
-    one, tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    of_node, tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
   )
 
 
@@ -106,12 +106,12 @@ def state_sharding(tree: Any, mesh: Mesh) -> Any:
     ConfigError: an axis of the mesh does not divide the dimension it shards.
   """
 
-  def one(parameter: Parameter) -> NamedSharding:
+  def at_node(parameter: Parameter) -> NamedSharding:
     spec = at_rest(parameter)
     _check_cut(parameter.name, parameter.value.shape, spec, mesh)
     return NamedSharding(mesh, spec)
 
-  return map_parameters(one, tree, lambda _: mesh_lib.replicated(mesh))
+  return map_parameters(at_node, tree, lambda _: mesh_lib.replicated(mesh))
 
 
 def at_rest(parameter: Parameter) -> PartitionSpec:
@@ -140,7 +140,7 @@ def row_cut(axes: str) -> PartitionSpec:
 
 
 def with_sharding(tree: Any, shardings: Any) -> Any:
-  """The same tree of `ShapeDtypeStruct`, each with its sharding."""
+  """A tree of `ShapeDtypeStruct`s, each with its sharding."""
   return jax.tree.map(
     lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
     tree,
@@ -149,13 +149,13 @@ def with_sharding(tree: Any, shardings: Any) -> Any:
 
 
 def bytes_per_device(tree: Any) -> int:
-  """What each device holds of arrays, or of `ShapeDtypeStruct`s, on a mesh."""
+  """Bytes of arrays, or of `ShapeDtypeStruct`s, on each device of a mesh."""
 
-  def one(leaf):
+  def shard_bytes(leaf):
     shape = leaf.sharding.shard_shape(leaf.shape)
     return leaf.dtype.itemsize * math.prod(shape)
 
-  return sum(map(one, jax.tree.leaves(tree)))
+  return sum(map(shard_bytes, jax.tree.leaves(tree)))
 
 
 def _cuts(axes: str) -> Sequence[str | tuple[str, ...] | None]:

@@ -155,7 +155,7 @@ def unsplit_axes() -> dict[str, int]:
 
 
 def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-  """The same function, for Pallas kernels within `by_rows`.
+  """A function of Pallas kernels that can be called within `by_rows`.
 
   The compiler refuses to split them, even along axes of a single device, which
   all `unsplit_axes` have to be.
@@ -197,12 +197,12 @@ def gather_parts(
   return jax.lax.all_gather(part, mesh_lib.FSDP, axis=dim, tiled=True)
 
 
-def sum_parts(whole: jax.Array, dim: int | None) -> jax.Array:
+def sum_parts(total: jax.Array, dim: int | None) -> jax.Array:
   """This device's part of a sum over `fsdp`, as cut for `gather_parts`."""
   if dim is None:
-    return whole
+    return total
   return jax.lax.psum_scatter(
-    whole, mesh_lib.FSDP, scatter_dimension=dim, tiled=True
+    total, mesh_lib.FSDP, scatter_dimension=dim, tiled=True
   )
 
 

@@ -91,7 +91,7 @@ def launch(
     if not connected:
       ray.shutdown()
   done = [state_lib.read(epath.Path(folder) / run.name) for run in todo]
-  return 0 if all(one.status == state_lib.DONE for one in done) else 1
+  return 0 if all(state.status == state_lib.DONE for state in done) else 1
 
 
 def require() -> None:
@@ -103,21 +103,21 @@ def require() -> None:
 def parse(options: launchers.Options) -> types.SimpleNamespace:
   """The settings of a launch, with `tpu`, the slice or None."""
   given = options.settings
-  found = settings_lib.read(SETTINGS, given)
-  found.tpu = None
-  if found.accelerator not in ("cpu", "gpu"):
-    found.tpu = slices.parse(
-      "accelerator", found.accelerator, "ray_accelerator"
+  values = settings_lib.read(SETTINGS, given)
+  values.tpu = None
+  if values.accelerator not in ("cpu", "gpu"):
+    values.tpu = slices.parse(
+      "accelerator", values.accelerator, "ray_accelerator"
     )
   for name, used in (
-    ("slices", found.tpu is not None),
-    ("workers", found.tpu is None),
-    ("gpus", found.accelerator == "gpu"),
+    ("slices", values.tpu is not None),
+    ("workers", values.tpu is None),
+    ("gpus", values.accelerator == "gpu"),
   ):
     if name in given and not used:
-      accepted = f"no such setting with {found.accelerator}"
+      accepted = f"no such setting with {values.accelerator}"
       settings_lib.fail(name, given[name], accepted)
-  return found
+  return values
 
 
 def _train(name: str, folder: str, settings: types.SimpleNamespace) -> None:

@@ -58,10 +58,10 @@ def launch(
 
 def parse(options: launchers.Options) -> types.SimpleNamespace:
   """The settings of a launch, with `tpu`, the slice, and `only`."""
-  found = settings_lib.read(SETTINGS, options.settings)
-  found.tpu = slices.parse("slice", found.slice)
-  found.only = options.only
-  return found
+  values = settings_lib.read(SETTINGS, options.settings)
+  values.tpu = slices.parse("slice", values.slice)
+  values.only = options.only
+  return values
 
 
 def commands(
@@ -118,7 +118,7 @@ def script(folder: epath.PathLike, tpu: slices.Slice, only: str) -> str:
   Statuses 1 and 4 start a worker again, the others do not.
   """
   again = exits.Exit.AGAIN, exits.Exit.STOPPED
-  over = [str(int(one)) for one in exits.Exit if one not in again]
+  over = [str(int(status)) for status in exits.Exit if status not in again]
   # A shell says 126 or 127 of a command that it cannot run.
   over = "|".join([*over, "126", "127"])
   start = worker_on(folder, tpu.hosts, only)
