@@ -87,7 +87,7 @@ def task(
       "recover_on_exit_codes": [int(exits.Exit.STOPPED)],
     },
   }
-  found: dict[str, Any] = {"name": settings.name, "resources": resources}
+  manifest: dict[str, Any] = {"name": settings.name, "resources": resources}
   topology = gpus.parse(settings.slice, "--set slice")
   if topology is None:
     tpu = slices.parse("slice", settings.slice)
@@ -107,7 +107,7 @@ def task(
     if settings.region:
       resources["infra"] = f"*/{settings.region}"
     if hosts > 1:
-      found["num_nodes"] = hosts
-  found["setup"] = settings.install or tpu_vm.install(folder, extra)
-  found["run"] = tpu_vm.worker_on(folder, hosts, only) + cluster
-  return found
+      manifest["num_nodes"] = hosts
+  manifest["setup"] = settings.install or tpu_vm.install(folder, extra)
+  manifest["run"] = tpu_vm.worker_on(folder, hosts, only) + cluster
+  return manifest
