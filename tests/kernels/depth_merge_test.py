@@ -43,7 +43,7 @@ class TestDepthMerge:
     query, source = make(tokens, width)
     cotangent = jnp.cos(jnp.arange(source[0].size)).reshape(source[0].shape)
 
-    def whole(query, *sources):
+    def at_once(query, *sources):
       return jnp.vdot(one_softmax(query, sources)[0], cotangent)
 
     def phases(query, *sources):
@@ -54,11 +54,11 @@ class TestDepthMerge:
       return jnp.vdot(h, cotangent)
 
     gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(4)))
-    wanted = jax.jit(gradient(whole))(query, *source)
+    expected = jax.jit(gradient(at_once))(query, *source)
     with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
       got = jax.jit(gradient(phases))(query, *source)
     jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted
+      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, expected
     )
 
   @pytest.mark.parametrize("implementation", ALL)
@@ -81,11 +81,11 @@ class TestDepthMerge:
       return jnp.vdot(normed, source[3])
 
     gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(5)))
-    wanted = jax.jit(gradient(plain))(*arrays)
+    expected = jax.jit(gradient(plain))(*arrays)
     with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
       got = jax.jit(gradient(fused))(*arrays)
     jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
+      lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, expected
     )
 
   @pytest.mark.parametrize("implementation", ("reference", "xla"))
@@ -93,7 +93,7 @@ class TestDepthMerge:
     query, source = make((20,), 24, 6)
     gain, cotangent = 1 + query, source[5]
 
-    def whole(query, gain, *sources):
+    def at_once(query, gain, *sources):
       mixed, _ = one_softmax(query, sources)
       return jnp.vdot(rms_norm(mixed, 1e-3) * gain[None], cotangent)
 
@@ -107,10 +107,10 @@ class TestDepthMerge:
 
     gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(7)))
     arrays = query, gain, *source[:5]
-    wanted = jax.jit(gradient(whole))(*arrays)
+    expected = jax.jit(gradient(at_once))(*arrays)
     got = jax.jit(gradient(phases))(*arrays)
     jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
+      lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, expected
     )
 
   def test_tokens_that_fill_no_tile_have_no_part_in_sums(self):
@@ -123,10 +123,10 @@ class TestDepthMerge:
       return jnp.sum(jnp.sin(depth_merge_norm(*arrays, **options)))
 
     gradients = jax.grad(loss, range(1, 6))
-    wanted = gradients("reference", *arrays)
+    expected = gradients("reference", *arrays)
     with dispatch.interpreted():
-      found = gradients("pallas_tpu", *arrays)
-    for a, b in zip(found, wanted, strict=True):
+      actual = gradients("pallas_tpu", *arrays)
+    for a, b in zip(actual, expected, strict=True):
       np.testing.assert_allclose(a, b, atol=2e-5)
 
   @pytest.mark.parametrize("implementation", ALL)
@@ -140,15 +140,15 @@ class TestDepthMerge:
     def gradients(implementation, arrays, cotangent):
       f = functools.partial(depth_merge_norm, implementation=implementation)
       pull = lambda arrays, cotangent: jax.vjp(f, *arrays)[1](cotangent)
-      found = jax.jit(pull)(arrays, cotangent)
-      return jax.tree.map(np.asarray, found)
+      gradient = jax.jit(pull)(arrays, cotangent)
+      return jax.tree.map(np.asarray, gradient)
 
     with dispatch.interpreted():
       got = gradients(implementation, arrays, cotangent)
     with jax.enable_x64(True):
       given = jax.tree.map(lambda x: x.astype("float64"), (arrays, cotangent))
-      wanted = gradients("reference", *given)
-    for actual, exact in zip(got, wanted, strict=True):
+      expected = gradients("reference", *given)
+    for actual, exact in zip(got, expected, strict=True):
       # The gradient of the log-normaliser is nearly zero.
       limit = 1e-6 + 3e-4 * np.abs(exact).max()
       np.testing.assert_allclose(actual, exact, rtol=0, atol=limit)
@@ -168,9 +168,9 @@ class TestDepthMerge:
       gradient = jax.jit(jax.grad(f, (0, 1, 2, 3), has_aux=True))
       grads, h = gradient(out, lse_T, query, partial)
     # +inf: the partial does not count; -inf: only the partial counts.
-    kept, dropped = (0, 3) if lse > 0 else (3, 0)
-    np.testing.assert_array_equal(h, (out, None, None, partial)[kept])
-    np.testing.assert_array_equal(grads[kept], cotangent)
+    taken, dropped = (0, 3) if lse > 0 else (3, 0)
+    np.testing.assert_array_equal(h, (out, None, None, partial)[taken])
+    np.testing.assert_array_equal(grads[taken], cotangent)
     np.testing.assert_array_equal(grads[dropped], 0)
     np.testing.assert_array_equal(grads[1], 0)
     np.testing.assert_array_equal(grads[2], 0)

@@ -42,8 +42,8 @@ def lower(kind, function, *arguments):
   )
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
   with jax.sharding.use_abstract_mesh(mesh):
-    traced = jax.jit(function).trace(*arguments)
-    return traced.lower(lowering_platforms=("cuda",)).as_text()
+    staged = jax.jit(function).trace(*arguments)
+    return staged.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def interpreted():
@@ -109,9 +109,9 @@ class TestAttention:
       )
       dquery, dsources = vjp(cotangents)
     exact = depth_attention_test.exact(query, sources, *cotangents)
-    found = *values, dquery, jnp.stack(dsources)
+    actual = *values, dquery, jnp.stack(dsources)
     names = "out", "lse", "dquery", "dsources"
-    for a, b, name in zip(found, exact, names, strict=True):
+    for a, b, name in zip(actual, exact, names, strict=True):
       assert_close(a, b, name)
 
   def test_vmap_over_a_batch(self):
@@ -124,9 +124,9 @@ class TestAttention:
 
     plain = lambda query, *sources: gpu(query, sources)
     with interpreted():
-      wanted = run(plain)
+      expected = run(plain)
       got = run(jax.vmap(plain, in_axes=(None, 0, 0), out_axes=1))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
   @pytest.mark.parametrize("width", (128, 512))
@@ -212,9 +212,9 @@ def merge_oracle(out, lse, query, totals, gain):
   # The mixture counts alone (lse = inf), or is empty (-inf), or shares.
   finite = jnp.where(jnp.isinf(lse), 0, lse)
   shares = jax.nn.softmax(jnp.concatenate([finite[None], scores]), axis=0)[0]
-  keep = jnp.where(jnp.isinf(lse), jnp.heaviside(lse, 0), shares)[:, None]
+  share = jnp.where(jnp.isinf(lse), jnp.heaviside(lse, 0), shares)[:, None]
   weights = jax.nn.softmax(scores, axis=0)[..., None]
-  mixed = keep * out + (1 - keep) * jnp.sum(weights * totals, axis=0)
+  mixed = share * out + (1 - share) * jnp.sum(weights * totals, axis=0)
   if gain is not None:
     mean_square = jnp.mean(mixed**2, axis=-1, keepdims=True)
     mixed = mixed / jnp.sqrt(mean_square + NORM_EPS) * gain[None]
@@ -284,10 +284,10 @@ class TestMerge:
 
     with interpreted():
       got = run(kernel, arrays, dmixed)
-    wanted = in_float64(functools.partial(run, exact), arrays, dmixed)
-    assert got.keys() == wanted.keys()
+    expected = in_float64(functools.partial(run, exact), arrays, dmixed)
+    assert got.keys() == expected.keys()
     for name, value in got.items():
-      for a, b in zip(*map(jax.tree.leaves, (value, wanted[name]))):
+      for a, b in zip(*map(jax.tree.leaves, (value, expected[name]))):
         assert_close(a, b, name)
 
   @pytest.mark.parametrize("kind", KINDS)

@@ -60,8 +60,8 @@ def _products(x, weight, dy, sizes):
 @tiers.parametrize("sizes", SIZES, first=2)
 def test_is_its_definition(sizes):
   arguments = _inputs(sizes)
-  for found, expected in zip(_products(*arguments), _definition(*arguments)):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+  for actual, expected in zip(_products(*arguments), _definition(*arguments)):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
 @tiers.parametrize("sizes", SIZES[1:])
@@ -72,8 +72,8 @@ def test_the_route_of_tpu_is_the_same(sizes, monkeypatch):
   both = jax.jit(lambda *a: _products.__wrapped__(*a))
   with dispatch.interpreted():
     all_found = both(*arguments)
-  for found, expected in zip(all_found, _definition(*arguments)):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+  for actual, expected in zip(all_found, _definition(*arguments)):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("on_tpu", [False, True])
@@ -86,9 +86,9 @@ def test_adds_to_an_existing_gradient(on_tpu, monkeypatch):
   behind = lambda a, x: jnp.pad(a, ((0, 9), (0, 0)), constant_values=x)
   with dispatch.interpreted():
     add = jax.jit(lambda *a: grouped_matmul.weight_gradient(*a))
-    found = add(behind(x, 1.0), behind(dy, jnp.nan), sizes, weight)
+    actual = add(behind(x, 1.0), behind(dy, jnp.nan), sizes, weight)
   expected = _definition(x, weight, dy, sizes)[2] + weight
-  np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=5e-5)
 
 
 def _only_the_kernels(monkeypatch):
@@ -101,11 +101,11 @@ def _only_the_kernels(monkeypatch):
 
 def test_what_is_lowered():
   """Kernels on TPU, loops elsewhere; never all pairs."""
-  traced = _products.trace(*_inputs(SIZES[0], "bfloat16"))
-  on_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
+  staged = _products.trace(*_inputs(SIZES[0], "bfloat16"))
+  on_tpu = staged.lower(lowering_platforms=("tpu",)).as_text()
   assert on_tpu.count('"chlo.ragged_dot"(') == 1
   assert on_tpu.count("tpu_custom_call") == 2
-  elsewhere = traced.lower(lowering_platforms=("cpu",)).as_text()
+  elsewhere = staged.lower(lowering_platforms=("cpu",)).as_text()
   assert elsewhere.count("stablehlo.while") == 3
   assert "ragged" not in elsewhere
 
@@ -165,11 +165,11 @@ def test_tiles_of_the_sweep_waste_little(depth, width):
 def test_bfloat16_rounds_once():
   sizes = (500, 3, 0, 0, 9)
   arguments = _inputs(sizes, "bfloat16")
-  rounded = (
+  narrow = (
     arguments[0], arguments[1].astype("bfloat16"), *arguments[2:]
   )  # fmt: skip
-  found, expected = _products(*arguments), _definition(*rounded)
-  assert [a.dtype.name for a in found] == ["bfloat16", "bfloat16", "float32"]
-  for a, b, tolerance in zip(found, expected, (2**-8, 2**-8, 1e-5)):
+  actual, expected = _products(*arguments), _definition(*narrow)
+  assert [a.dtype.name for a in actual] == ["bfloat16", "bfloat16", "float32"]
+  for a, b, tolerance in zip(actual, expected, (2**-8, 2**-8, 1e-5)):
     a = a.astype(jnp.float32)
     np.testing.assert_allclose(a, b, rtol=tolerance, atol=1e-5)

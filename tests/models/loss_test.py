@@ -75,8 +75,8 @@ def test_gradient_scales_with_what_follows():
     return 3.0 * loss.cross_entropy(h, head, target, weight).total
 
   expected = 3 * _definition(h, head, target, weight)[1][0]
-  found = jax.grad(tripled)(h)
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+  actual = jax.grad(tripled)(h)
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_large_logits_stay_finite():

@@ -122,8 +122,8 @@ def test_latents_over_devices():
   """The outputs and all gradients, with experts on several devices."""
   module, x_BTD = _module(num_experts=8, **K3), _inputs()
   expected = _value_and_gradients(module, x_BTD)
-  found = _over(_mesh(expert=2, tensor=2))(module, x_BTD)
-  compare.trees(found, expected, 1e-5)
+  actual = _over(_mesh(expert=2, tensor=2))(module, x_BTD)
+  compare.trees(actual, expected, 1e-5)
 
 
 def test_no_token_is_dropped():
@@ -158,11 +158,11 @@ def test_gradients_are_those_of_the_dense_form():
   module, x_BTD = _module(), _inputs()
   module.selection_bias[...] = _uneven_bias()
   dense = lambda module, x: jnp.sum(jnp.sin(_dense(module, x)))
-  found = jax.jit(jax.grad(_loss, argnums=(0, 1)))(module, x_BTD)
+  actual = jax.jit(jax.grad(_loss, argnums=(0, 1)))(module, x_BTD)
   expected = jax.jit(jax.grad(dense, argnums=(0, 1)))(module, x_BTD)
-  for gradient in (found[0], expected[0]):
+  for gradient in (actual[0], expected[0]):
     gradient.selection_bias[...] = jnp.zeros(EXPERTS)  # Tested below.
-  compare.trees(found, expected, 1e-5)
+  compare.trees(actual, expected, 1e-5)
 
 
 def test_ties_go_to_the_lower_index():
@@ -189,9 +189,9 @@ def test_scores_in_three_parts():
   router_DE = jnp.asarray(rng.standard_normal((64, 24)) / 7, jnp.float32)
   in_parts = jax.jit(moe.logits_in_parts)
   powers = jnp.asarray(2.0 ** rng.integers(-5, 5, 64), jnp.bfloat16)
-  found = in_parts(jnp.diag(powers), router_DE)
+  actual = in_parts(jnp.diag(powers), router_DE)
   scale = powers.astype(jnp.float32)[:, None]
-  np.testing.assert_array_equal(found, scale * router_DE)
+  np.testing.assert_array_equal(actual, scale * router_DE)
   x_UD = jnp.asarray(rng.standard_normal((512, 64)), jnp.bfloat16)
   exact = np.asarray(x_UD, np.float64) @ np.asarray(router_DE, np.float64)
   error = lambda logits: np.std(np.asarray(logits, np.float64) - exact)
@@ -203,8 +203,8 @@ def test_scores_in_three_parts():
 def test_checkpointing_keeps_the_choice():
   """The backward pass neither scores nor chooses again."""
   module, x_BTD = _module(num_shared=0), _inputs("bfloat16")
-  keep = jax.checkpoint_policies.save_only_these_names(moe.ROUTING)
-  for policy, count in ((keep, 1), (None, 2)):
+  routing = jax.checkpoint_policies.save_only_these_names(moe.ROUTING)
+  for policy, count in ((routing, 1), (None, 2)):
     loss = jax.checkpoint(_loss, policy=policy)
     program = str(jax.make_jaxpr(jax.grad(loss))(module, x_BTD))
     assert program.count("top_k[") == count
@@ -219,10 +219,10 @@ def test_bfloat16():
 def test_what_is_kept_for_backward():
   """No activation in float32, and one array of the experts' products."""
   module, x_BTD = _module(), _inputs("bfloat16")
-  kept = jaxprs.saved(lambda module, x: module(x), module, x_BTD)
-  assert not [a for a in kept if a.dtype == jnp.float32 and WIDTH in a.shape]
+  saved = jaxprs.saved(lambda module, x: module(x), module, x_BTD)
+  assert not [a for a in saved if a.dtype == jnp.float32 and WIDTH in a.shape]
   pairs = BATCH * TOKENS * TOP_K
-  assert len([a for a in kept if a.shape == (pairs, 2 * HIDDEN)]) == 1
+  assert len([a for a in saved if a.shape == (pairs, 2 * HIDDEN)]) == 1
 
 
 def _load(module, x_BTD, counts=None):
@@ -234,9 +234,9 @@ def _load(module, x_BTD, counts=None):
 
 
 def _found_load(gradient):
-  found = gradient.selection_bias[...]
-  assert found.dtype == jnp.float32
-  return found
+  bias = gradient.selection_bias[...]
+  assert bias.dtype == jnp.float32
+  return bias
 
 
 def test_load_is_the_gradient_of_the_bias():
@@ -303,11 +303,11 @@ def test_over_devices(axes, ambient):
   module, x_BTD = _module(), _inputs()
   segments = jnp.ones((BATCH, TOKENS), jnp.int32).at[3:, 1:].set(0)
   arguments = module, x_BTD, segments
-  found = _over(_mesh(**axes), ambient)(*arguments)
+  actual = _over(_mesh(**axes), ambient)(*arguments)
   expected = _value_and_gradients(*arguments)
-  compare.trees(found, expected, 1e-5)
+  compare.trees(actual, expected, 1e-5)
   np.testing.assert_array_equal(
-    _found_load(found[1][0]), _load(module, x_BTD, segments > 0)
+    _found_load(actual[1][0]), _load(module, x_BTD, segments > 0)
   )
 
 
@@ -352,11 +352,11 @@ def test_all_tokens_to_one_expert():
   """In as many pieces as it takes."""
   module, x_BTD = _module(num_experts=8, top_k=1), _inputs()
   module.selection_bias[...] = jnp.where(jnp.arange(8) == 5, 2.0, 0.0)
-  found = _over(_mesh(expert=8))(module, x_BTD)
-  load = _found_load(found[1][0])
+  actual = _over(_mesh(expert=8))(module, x_BTD)
+  load = _found_load(actual[1][0])
   np.testing.assert_array_equal(load, 40 * (np.arange(8) == 5))
   expected = _value_and_gradients(module, x_BTD)
-  compare.trees(found, expected, 1e-5)
+  compare.trees(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -423,9 +423,9 @@ def test_what_travels_on_tpu():
   step = jax.jit(both, out_shardings=(placed, rows))
   compiled = step.lower(*arguments).compile()
   sent = [
-    (one.kind, hlo.axes_of(one.group, mesh.shape), array)
-    for one in hlo.Program(compiled.as_text()).collectives()
-    for array in one.arrays
+    (op.kind, hlo.axes_of(op.group, mesh.shape), array)
+    for op in hlo.Program(compiled.as_text()).collectives()
+    for array in op.arrays
   ]
   rows = experts // 4 * hidden
   weights = {
@@ -439,7 +439,7 @@ def test_what_travels_on_tpu():
     ("reduce-scatter", f"f32[{2 * rows},{width}]"),
     ("reduce-scatter", f"f32[{rows},{width}]"),
   }
-  tokens = {(*how, a.dtype, math.prod(a.dims)) for *how, a in sent}
+  tokens = {(*place, a.dtype, math.prod(a.dims)) for *place, a in sent}
   assert ("all-gather", "expert", "bf16", 64 * width) in tokens
   assert ("reduce-scatter", "expert", "bf16", 4 * 64 * width) in tokens
 
@@ -447,7 +447,7 @@ def test_what_travels_on_tpu():
 def test_devices_share_the_work():
   """Each computes the rows it has: no gathering, one reduction of gradients."""
   mesh = _mesh(data=8)
-  whole = sharding.replicated(mesh)
+  everywhere = sharding.replicated(mesh)
 
   def loss(module, x):
     with sharding.ambient(mesh):
@@ -455,8 +455,8 @@ def test_devices_share_the_work():
 
   gradient = jax.jit(
     jax.grad(loss),
-    in_shardings=(whole, sharding.batch_sharding(mesh)),
-    out_shardings=whole,
+    in_shardings=(everywhere, sharding.batch_sharding(mesh)),
+    out_shardings=everywhere,
   )
   program = gradient.lower(_module(), _inputs()).compile().as_text()
   assert "all-reduce" in program
@@ -466,9 +466,9 @@ def test_devices_share_the_work():
 @pytest.mark.more
 def test_load_metrics():
   load = jnp.array([[3.0, 3.0, 3.0, 3.0], [0.0, 8.0, 0.0, 0.0], [1, 3, 0, 4]])
-  found = moe.load_metrics(load)
+  metrics = moe.load_metrics(load)
   p = np.array([1, 3, 4]) / 8
   entropy = -(p * np.log(p)).sum() / np.log(4)
-  np.testing.assert_allclose(found["entropy"], [1, 0, entropy], atol=1e-6)
-  np.testing.assert_allclose(found["max_violation"], [0, 3, 1], atol=1e-6)
-  np.testing.assert_allclose(found["unused"], [0, 0.75, 0.25])
+  np.testing.assert_allclose(metrics["entropy"], [1, 0, entropy], atol=1e-6)
+  np.testing.assert_allclose(metrics["max_violation"], [0, 3, 1], atol=1e-6)
+  np.testing.assert_allclose(metrics["unused"], [0, 0.75, 0.25])

@@ -87,12 +87,12 @@ def test_the_product_of_a_fusion(program):
 
 def test_launches_and_updates_in_place(program):
   """A loop runs as often as it says; an update moves its own part."""
-  found = gpu.of_program(program, CHIP, KIND)
-  assert found["launches"] == 4 + 12 * 2
+  times = gpu.of_program(program, CHIP, KIND)
+  assert times["launches"] == 4 + 12 * 2
   (start,) = (
     (count, nbytes)
-    for count, one, nbytes in program.instructions()
-    if one.name == "%start"
+    for count, op, nbytes in program.instructions()
+    if op.name == "%start"
   )
   assert start == (12, 2 * 8 * 64 * 2 + 4 + 4)
 
@@ -117,8 +117,8 @@ ENTRY %main (a: bf16[{rows},4096], b: bf16[4096,4096]) -> f32[{rows},4096] {{
   # Of normal numbers.
   wave = 2 * 132 * 128 * 256 * 4096 / (812.25e12 * 257 / 295)
   nbytes = 4096 * (2 * rows + 2 * 4096 + 4 * rows)
-  found = gpu.of_program(hlo.Program(text), CHIP, KIND)
-  assert found["work_seconds"] == pytest.approx(
+  times = gpu.of_program(hlo.Program(text), CHIP, KIND)
+  assert times["work_seconds"] == pytest.approx(
     max(waves * wave, nbytes / CHIP.hbm_bytes_per_second)
   )
   assert CHIP.hbm_bytes_per_second == pytest.approx(2872.3e9)
@@ -140,9 +140,9 @@ ENTRY %main (a: {dtype}[16896,8192], b: {dtype}[8192,1024]) -> f32[16896,1024] {
   ROOT %dot = f32[16896,1024]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}{precision}
 }}
 """  # noqa: E501
-  found = gpu.of_program(hlo.Program(text), CHIP, KIND)
+  times = gpu.of_program(hlo.Program(text), CHIP, KIND)
   # Tiles of 128 x 128 are eight whole waves.
-  assert found["work_seconds"] == pytest.approx(
+  assert times["work_seconds"] == pytest.approx(
     2 * 16896 * 8192 * 1024 / rate, rel=1e-3
   )
 
@@ -158,9 +158,9 @@ ENTRY %main (q: {shape}) -> {shape} {{
   ROOT %attend = {shape}{{3,2,1,0}} custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax{backward}", backend_config={{"mask_type": "CAUSAL"}}
 }}
 """  # noqa: E501
-  found = gpu.of_program(hlo.Program(text), CHIP, KIND)
+  times = gpu.of_program(hlo.Program(text), CHIP, KIND)
   flops = 2 * 8 * 8 * length**2 * 128 * (2.5 if backward else 1)
-  assert found["work_seconds"] == pytest.approx(flops / (tflops * 1e12))
+  assert times["work_seconds"] == pytest.approx(flops / (tflops * 1e12))
 
 
 def test_exposed_transfers_are_part_of_a_step():
@@ -184,23 +184,23 @@ def _config(**fields):
 @pytest.mark.parametrize("slice_name,nodes", [("h100-8", 1), ("h100-2x8", 2)])
 def test_a_step_on_gpus(slice_name, nodes):
   config = _config(**{"data.batch_size": 16, "mesh.data": 8 * nodes})
-  found = report.make_report(config, topology.devices(slice_name))
-  assert found["fits"] and found["launches"] > 100
-  assert found["devices"] == 8 * nodes
-  (gradients, *_) = found["collectives"]
+  plan = report.make_report(config, topology.devices(slice_name))
+  assert plan["fits"] and plan["launches"] > 100
+  assert plan["devices"] == 8 * nodes
+  (gradients, *_) = plan["collectives"]
   assert gradients["kind"] == "all-reduce" and gradients["axes"] == "data"
   # Every gradient once, and parameters are float32.
   share = 2 * (8 * nodes - 1) / (8 * nodes)
-  assert found["sent_bytes"] == pytest.approx(
-    share * found["parameter_bytes"], rel=0.01
+  assert plan["sent_bytes"] == pytest.approx(
+    share * plan["parameter_bytes"], rel=0.01
   )
   # The network between hosts is slower than NVLink.
   rate = 450e9 if nodes == 1 else 50e9
-  assert found["link_seconds"] >= found["sent_bytes"] / rate
-  assert found["flops_ratio"] < 1.6
-  parts = {row["part"] for row in found["parts"]}
+  assert plan["link_seconds"] >= plan["sent_bytes"] / rate
+  assert plan["flops_ratio"] < 1.6
+  parts = {row["part"] for row in plan["parts"]}
   assert {"attention", "mlp", "residual", "head and loss"} <= parts
-  text = report.to_text(found)
+  text = report.to_text(plan)
   assert "launches" in text and "NVIDIA H100" in text
 
 

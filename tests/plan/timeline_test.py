@@ -128,8 +128,8 @@ def test_a_kernel_without_an_estimate_does_what_its_part_needs():
 def test_links_of_a_torus(shape, axes, links):
   chip = chips.Chip(1.0, link_bytes_per_second=2.0 * axes, torus_axes=axes)
   group = [(i, 0, 0) for i in range(shape[0])]
-  found = timeline.link_bytes_per_second(group, shape, chip)
-  assert found == links
+  actual = timeline.link_bytes_per_second(group, shape, chip)
+  assert actual == links
   # A corner of a group along two axes has the links of both.
   both = [(i, j, 0) for i in range(2) for j in range(2)]
   more = timeline.link_bytes_per_second(both, shape, chip)

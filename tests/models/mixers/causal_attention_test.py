@@ -56,11 +56,11 @@ def _definition(query, key, value, segments):
 def test_is_its_definition(length, tile, kv_heads, packed):
   arrays = _small_inputs(length, kv_heads)
   segments = _thirds(length) if packed else None
-  found = jax.jit(causal_attention.attend, static_argnames="tile")(
+  actual = jax.jit(causal_attention.attend, static_argnames="tile")(
     *arrays, segments, tile=tile
   )
   np.testing.assert_allclose(
-    found, _definition(*arrays, segments), rtol=0, atol=2e-6
+    actual, _definition(*arrays, segments), rtol=0, atol=2e-6
   )
 
 
@@ -159,15 +159,15 @@ def test_splash_is_the_tiled_form(
   arrays = _inputs(LENGTH, heads, kv_heads, width, value, dtype)
   segments = _segments(LENGTH) if packed else None
   with dispatch.interpreted():
-    found = jax.jit(lambda *a: _all("splash", segments, *a))(*arrays)
+    actual = jax.jit(lambda *a: _all("splash", segments, *a))(*arrays)
   exact = jax.jit(lambda *a: _all("tiled", segments, *a))(*_widened(arrays))
-  assert [x.dtype for x in found] == [jnp.dtype(dtype)] * 4
+  assert [x.dtype for x in actual] == [jnp.dtype(dtype)] * 4
   if dtype == "float32":
     limits = [1e-5 * np.abs(x).max() for x in exact]
   else:
     tiled = jax.jit(lambda *a: _all("tiled", segments, *a))(*arrays)
     limits = [1.5 * np.abs(a - b).max() for a, b in zip(_widened(tiled), exact)]
-  for a, b, limit in zip(_widened(found), exact, limits):
+  for a, b, limit in zip(_widened(actual), exact, limits):
     assert np.abs(b).max() > 1
     np.testing.assert_allclose(a, b, rtol=0, atol=limit)
 
@@ -177,12 +177,12 @@ def test_what_is_lowered(packed):
   """Kernels for TPU alone; on CPU what runs without any, and no call."""
   arrays = _inputs(LENGTH, 2, 2, 24, 16, "bfloat16")
   segments = _segments(LENGTH) if packed else None
-  traced = jax.jit(lambda *a: _all("auto", segments, *a)).trace(*arrays)
+  staged = jax.jit(lambda *a: _all("auto", segments, *a)).trace(*arrays)
   kernels = ("splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv")
-  on_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
+  on_tpu = staged.lower(lowering_platforms=("tpu",)).as_text()
   assert all(name in on_tpu for name in kernels)
   assert f"tensor<{LENGTH}x{LENGTH}" not in on_tpu
-  elsewhere = traced.lower(lowering_platforms=("cpu",)).as_text()
+  elsewhere = staged.lower(lowering_platforms=("cpu",)).as_text()
   assert "custom_call" not in elsewhere and "splash" not in elsewhere
 
 
@@ -261,10 +261,10 @@ def test_cudnn_is_asked_where_it_is_there(kernel, monkeypatch):
   monkeypatch.setitem(causal_attention.KERNELS, "cudnn", on_cpu)
   jax.clear_caches()
   with jax.numpy_dtype_promotion("standard"):  # JAX's form relies on that.
-    found = jax.jit(lambda *a: _all(kernel, None, *a))(*arrays)
+    actual = jax.jit(lambda *a: _all(kernel, None, *a))(*arrays)
   jax.clear_caches()
   assert set(calls) == {"cudnn"}
-  for a, b in zip(_widened(found), _widened(expected)):
+  for a, b in zip(_widened(actual), _widened(expected)):
     np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())
 
 
@@ -310,11 +310,11 @@ def test_packed_documents_go_to_cudnn(most, monkeypatch):
   on_cpu = causal_attention.KERNELS["cudnn"]._replace(platform="cpu")
   monkeypatch.setitem(causal_attention.KERNELS, "cudnn", on_cpu)
   jax.clear_caches()
-  found = jax.jit(lambda *a: _all("cudnn", segments, *a))(*arrays)
+  actual = jax.jit(lambda *a: _all("cudnn", segments, *a))(*arrays)
   jax.effects_barrier()
   jax.clear_caches()
   assert bool(results) == (most == 2)
-  for a, b in zip(_widened(found), _widened(expected)):
+  for a, b in zip(_widened(actual), _widened(expected)):
     np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())
 
 

@@ -172,10 +172,10 @@ def test_bfloat16():
 def test_what_is_kept_for_backward():
   """Float32 activations: the decay, and what it is made of."""
   module, x_BTD = _module(dtype="bfloat16"), _inputs("bfloat16")
-  kept = jaxprs.saved(lambda module, x: module(x), module, x_BTD)
+  saved = jaxprs.saved(lambda module, x: module(x), module, x_BTD)
   wide = [
     a
-    for a in kept
+    for a in saved
     if a.dtype == jnp.float32 and a.size >= BATCH * TOKENS * HEADS * HEAD
   ]
   assert len(wide) == 2
