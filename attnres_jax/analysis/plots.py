@@ -92,13 +92,13 @@ def mixing_matrices(
 ) -> figure_lib.Figure:
   """Depth mixing matrices side by side, as in Fig. 9, averaged over tokens.
 
-  Every matrix has its own colour scale: rows of schemes that sum grow with
-  depth, rows of schemes that average do not.
-
   Args:
     matrices: by scheme, as `mixing_matrix` gives them.
-    columns: matrices per row of the figure; 0 for all.
+    columns: matrices per row of the figure, each with its own colours: rows of
+      schemes that sum grow with depth, rows of schemes that average do not. 0
+      for all in one row, on one scale with a bar.
   """
+  is_shared = not columns
   columns = columns or len(matrices)
   lines = -(-len(matrices) // columns)
   size = 2.7 if lines == 1 else 1.8
@@ -108,11 +108,20 @@ def mixing_matrices(
   grid = figure.subplots(lines, columns, squeeze=False)
   for axes in grid.flat[len(matrices) :]:
     axes.set_axis_off()
-  for axes, (scheme, matrix) in zip(grid.flat, matrices.items()):
-    visible = np.where(np.tri(*matrix.shape, dtype=bool), matrix, np.nan)
-    low = min(0.0, float(np.nanmin(visible)))
+  visible = {
+    scheme: np.where(np.tri(*matrix.shape, dtype=bool), matrix, np.nan)
+    for scheme, matrix in matrices.items()
+  }
+  for axes, (scheme, matrix) in zip(grid.flat, visible.items()):
+    scale = list(visible.values()) if is_shared else [matrix]
+    low = min(0.0, *(float(np.nanmin(m)) for m in scale))
     # As an image: in a file of vectors, each cell would be a path.
-    axes.imshow(visible, cmap=_COLORMAP, vmin=low, interpolation="none")
+    image = axes.imshow(
+      matrix, cmap=_COLORMAP, interpolation="none",
+      vmin=low, vmax=max(float(np.nanmax(m)) for m in scale),
+    )  # fmt: skip
+    if is_shared and axes is grid.flat[len(matrices) - 1]:
+      figure.colorbar(image, ax=grid, label="coefficient of $v_i$ in $h_l$")
     _bare(axes)
     axes.set_xticks([])
     axes.set_yticks([])
