@@ -143,11 +143,17 @@ def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
     Task(part, name, functools.partial(call, *args))
   )
   every = problems.OPERATORS.items()
-  for name, one in every:
-    used = kernel if platform != "gpu" or one.on_gpu else "xla"
+  checks = [(name, one.short if short else one.check) for name, one in every]
+  if platform == "gpu":  # TPUs have no kernel for several.
+    checks.append(
+      ("depth_merge_norm", shapes.Shape("several", 1, 7, 520, 1168))
+    )
+  for name, shape in checks:
+    on_gpu = problems.OPERATORS[name].on_gpu
+    used = kernel if platform != "gpu" or on_gpu else "xla"
     for dtype in ("float32", "bfloat16"):
-      shape = one.short if short else one.check
-      add("checks", f"check {name}, {dtype}", check, name, shape, dtype, used)
+      case = f"check {name} {shape}, {dtype}"
+      add("checks", case, check, name, shape, dtype, used)
 
   def times(name: str, timed: tuple[Any, ...]) -> None:
     for shape in dict.fromkeys(timed):
@@ -159,6 +165,8 @@ def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
   if short:
     first = (problems.OPERATORS["depth_attention"].short,)
   times("depth_attention", first)
+  if platform == "gpu":
+    times("depth_merge_norm", shapes.MERGE_SEVERAL)
   sizes = ("micro",) if short else ("yardstick", "medium")
   # The yardstick and the smaller steps come before the larger ones.
   for network, size in zip(("tiny",) if short else ("d1024", "d2048"), sizes):

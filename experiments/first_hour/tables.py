@@ -84,6 +84,23 @@ def of_reads(_: readme.Rows) -> str:
   return readme.with_origin(readme.table(header, lines), rows)
 
 
+def of_gpu_kernels(_: readme.Rows) -> str:
+  """GPU kernels as the compiler made them, both passes of each shape."""
+  rows = csv_rows.read(_RESULTS / "gpu_static.csv")
+  lines: dict[tuple[str, str], list[str]] = {}
+  for row in rows:
+    numbers = ", ".join(row[n] for n in ("queries", "sources", "width"))
+    ratio = float(row["GB"]) / float(row["least_GB"])
+    cells = lines.setdefault((row["operator"], numbers), [])
+    cells.append(
+      f"{row['launches']}, {row['GB']} ({ratio:.2f}), {row['registers']},"
+      f" {row['barriers']}"
+    )
+  header = ["kernel", "Q, M, D", *_WAYS]
+  table = readme.table(header, [[*key, *cells] for key, cells in lines.items()])
+  return readme.with_origin(table, rows)
+
+
 def _written(cell: str, row: Mapping[str, str]) -> str:
   numbers = {n: float(row[n]) for n in ("schedule_us", "hbm_us") if n in row}
   return cell.format(**dict(row) | numbers)
@@ -121,9 +138,9 @@ def _of_shapes(kernels: Sequence[str], several: Sequence[Any]) -> list[Line]:
   return [(name, str(shape), [shape]) for name in kernels for shape in several]
 
 
-def _place(name: str, *table: Any) -> readme.Place:
+def _place(name: str, *table: Any, make: Any = of_reads) -> readme.Place:
   document = "../../kernels/benchmarks/results/README.md"
-  make = functools.partial(compiled, *table) if table else of_reads
+  make = functools.partial(compiled, *table) if table else make
   return readme.Place(make, name, "", document)
 
 
@@ -134,6 +151,7 @@ _KDA = [
 _SLOTS = "{hbm_us:.0f}, {schedule_us:.0f}, {ratio}, {limiting_slot} {slot_use}"
 PLACES = [
   _place("gpu"),
+  _place("gpu_static", make=of_gpu_kernels),
   _place("static", "tpu_static", _CHIPS, "{ratio}", _depth()),
   _place("heads", "tpu_static", ["v5p"], "{ratio}", _heads()),
   _place("kda", "kda_static", (*_CHIPS, "v4"), _SLOTS,

@@ -119,20 +119,24 @@ def _attention(shape: shapes.Shape, dtype: Any, draw: Any) -> Problem:
 
 
 def _merge(shape: shapes.Shape, dtype: Any, draw: Any) -> Problem:
+  """Merges as many partial sums as the shape has sources."""
   token, width = (shape.tokens, shape.width), shape.width
   lse = draw(shape.tokens, *[shape.heads] * (shape.heads > 1))
-  out, partial = (draw(*token, dtype=dtype) for _ in range(2))
+  out, *partials = (draw(*token, dtype=dtype) for _ in range(1 + shape.sources))
 
-  def run(implementation, out, lse, query, partial, gain):
+  def run(implementation, out, lse, query, *rest):
+    *partials, gain = rest
     normed = attnres_kernels.depth_merge_norm(
-      out, lse, query, partial, gain, rank=shape.rank,
-      implementation=implementation,
+      out, lse, query, partials if len(partials) > 1 else partials[0], gain,
+      rank=shape.rank, implementation=implementation,
     )  # fmt: skip
     return (normed,)
 
   query = 0.1 * draw(shape.rank or width)
-  arrays = out, lse, query, partial, 1 + 0.1 * draw(width)
-  return Problem(run, arrays, ("out", "lse", "query", "partial", "gain"))
+  arrays = out, lse, query, *partials, 1 + 0.1 * draw(width)
+  names = [f"partial {i}" for i in range(shape.sources)]
+  names = names if shape.sources > 1 else ["partial"]
+  return Problem(run, arrays, ("out", "lse", "query", *names, "gain"))
 
 
 def _norm(shape: shapes.Shape, dtype: Any, draw: Any) -> Problem:

@@ -73,6 +73,10 @@ MERGE_HEADS = tuple(
   Shape("merge_heads", 1, 1, 8192, s.width, s.heads, s.rank) for s in HEADS
 )
 MERGE = tuple(Shape("merge", 1, 1, 8192, width) for width in (1168, 2304, 8192))
+# A read of Full AttnRes within its segment: the mixture and seven values.
+MERGE_SEVERAL = tuple(
+  Shape("several", 1, 7, 8192, width) for width in (1024, 2304)
+)
 # The other widths of Table 2, and the extremes of each axis.
 ODD = tuple(
   Shape("odd", 4, 3, 96, width) for width in (896, 960, 1024, 1264)

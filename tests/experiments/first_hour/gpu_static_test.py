@@ -11,31 +11,38 @@ ROOT = tiny_run.ROOT
 ROWS = csv_rows.read(f"{ROOT}/kernels/benchmarks/results/gpu_static.csv")
 
 
-# Eight queries over nine sources need more registers than a thread has.
-SPILLS = ("backward", "8", "9")
+def test_every_shape_has_both_passes():
+  keys = "operator", "queries", "sources", "width", "pass"
+  found = [tuple(row[key] for key in keys) for row in ROWS]
+  assert found == [
+    (*map(str, shape), direction)
+    for shape in gpu_static.SHAPES
+    for direction in gpu_static.PASSES
+  ]
 
 
-def test_kernels_read_once():
-  assert len(ROWS) >= 7
+def test_kernels_read_once_and_spill_nothing():
   for row in ROWS:
-    spills = (row["pass"], row["queries"], row["sources"]) == SPILLS
-    assert (row["spilled_bytes"] != "0") == spills, row
+    assert row["spilled_bytes"] == "0", row
     assert row["load_bits"] == "128", row
-    assert float(row["GB"]) < 1.1 * float(row["least_GB"]), row
+    assert int(row["registers"]) <= 210 and int(row["barriers"]) < 30, row
+    assert float(row["GB"]) < 1.08 * float(row["least_GB"]), row
 
 
 @pytest.mark.needs("jax-cuda13-plugin")
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_table_is_of_these_kernels(direction):
-  case = "depth_attention", 3, 8, 1024
-  row = gpu_static.measure(case[0], direction, *case[1:])
+@pytest.mark.parametrize(
+  "case", [("depth_attention", 3, 8, 1024), ("depth_merge_norm", 1, 7, 1024)]
+)
+def test_the_table_is_of_these_kernels(case):
+  row = gpu_static.measure(case[0], "backward", *case[1:])
   (known,) = (
     one
     for one in ROWS
-    if (one["operator"], one["pass"]) == (case[0], direction)
-    and (one["queries"], one["sources"], one["width"]) == ("3", "8", "1024")
+    if (one["operator"], one["pass"]) == (case[0], "backward")
+    and (one["queries"], one["sources"], one["width"])
+    == tuple(map(str, case[1:]))
   )
-  same = ("launches", "GB", "spilled_bytes", "load_bits")
+  same = ("launches", "GB", "spilled_bytes", "load_bits", "barriers")
   assert {n: str(row[n]) for n in same} == {n: known[n] for n in same}
   # Versions of the assembler differ by a few registers.
-  assert int(row["registers"]) <= int(known["registers"]) + 8
+  assert abs(int(row["registers"]) - int(known["registers"])) <= 8
