@@ -9,6 +9,8 @@ devices (`train_state.make_program`).
 
 from collections.abc import Iterable
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 
@@ -18,6 +20,7 @@ from attnres_jax import optimizer
 from attnres_jax.config import fields
 from attnres_jax.models import block_scan
 from attnres_jax.models import residuals
+from attnres_jax.models import sublayer
 from attnres_jax.optimizer import qk_clip
 
 _RESIDUAL = "model.residual."
@@ -36,15 +39,30 @@ def check(config: config_lib.RunConfig) -> None:
   if not model.vocab_size:
     model = dataclasses.replace(model, vocab_size=_SOME_TOKENS)
   optimizer.make_schedule(config.optim, config.train.steps)
-  residuals.scheme_of(model).check_methods()
-  network = jax.eval_shape(lambda: models.build_model(model))
-  jax.eval_shape(optimizer.make_optimizer(config.optim).init, network)
+  scheme = residuals.scheme_of(model)
+  scheme.check_methods()
+  # Not the rate, in which runs of a sweep differ.
+  optim = dataclasses.replace(config.optim, peak_lr=1.0)
+  make = optimizer.OPTIMIZERS.get(optim.name)
+  cores = tuple(map(sublayer.CORES.get, model.sublayer_kinds))
+  _check_built(model, optim, scheme, make, cores)
   if config.optim.qk_clip:
     qk_clip.check(config)
   # Chunks of a pipeline have a scan each.
   if model.depth_loop == "scan" and config.mesh.stage == 1:
     kinds = model.sublayer_kinds
-    block_scan.check(kinds, (len(kinds),), network.residual)
+    residual = residuals.abstract_residual(model)
+    block_scan.check(kinds, (len(kinds),), residual)
+
+
+@functools.lru_cache(maxsize=256)
+def _check_built(
+  model: config_lib.ModelConfig, optim: config_lib.OptimConfig, *registered: Any
+) -> None:
+  """Builds network and optimiser; what is registered may change by their name."""
+  del registered
+  network = jax.eval_shape(lambda: models.build_model(model))
+  jax.eval_shape(optimizer.make_optimizer(optim).init, network)
 
 
 def check_new(config: config_lib.RunConfig, by_hand: Iterable[str]) -> None:

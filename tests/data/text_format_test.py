@@ -32,7 +32,9 @@ _SCRIPTS = (
   "  \n\t\r\n   \u00a0\u2003\u3000",
   "def f(x):\n    return x**2  # ok\n",
 )
-KINDS = "byte_level", "byte_fallback", "metaspace", "word_piece", "whitespace"
+KINDS = "byte_level", "byte_fallback", "word_piece"
+# Their pieces contain the separator, so that a text may become it.
+AMBIGUOUS = "metaspace", "whitespace"
 
 
 def _text(rng: random.Random) -> str:
@@ -156,6 +158,15 @@ def _check(checkpoint, count, seed):
     # A network draws any tokens, and more than the vocabulary has.
     drawn = [rng.randrange(len(theirs) + 5) for _ in range(rng.randint(1, 30))]
     _check_stream(theirs, ours, ids[:-1], drawn)
+
+
+@pytest.mark.parametrize("kind", AMBIGUOUS)
+def test_a_separator_that_text_becomes_is_refused(kind, tmp_path):
+  path = tmp_path / "tokenizer.json"
+  train(kind).save(str(path))
+  config = config_lib.DataConfig(tokenizer="hf", tokenizer_path=str(path))
+  with pytest.raises(config_lib.ConfigError, match="no text becomes"):
+    text_format_lib.of_data(config)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "byte_level", "byte_fallback"])

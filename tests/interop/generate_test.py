@@ -7,6 +7,7 @@ test trains and prompts of many scripts.
 
 import copy
 import json
+import os
 import random
 
 import pytest
@@ -62,7 +63,9 @@ def _theirs(model, tokenizer, prompt, ends):
   decode = lambda some: tokenizer.decode(some, skip_special_tokens=True)
   stopped = drawn[-1] in ends
   shown = all_ids[:-1] if stopped else all_ids
-  text = decode(shown)[len(decode(ids)) :]
+  # A character may begin in the prompt.
+  before, after = decode(ids), decode(shown)
+  text = after.removeprefix(os.path.commonprefix([before, after]))
   return drawn, text, "stop" if stopped else "length"
 
 
