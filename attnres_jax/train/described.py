@@ -59,7 +59,7 @@ def check(config: config_lib.RunConfig) -> None:
 def _check_built(
   model: config_lib.ModelConfig, optim: config_lib.OptimConfig, *registered: Any
 ) -> None:
-  """Builds network and optimiser; what is registered may change by their name."""
+  """Builds network and optimiser, of what is registered by their names."""
   del registered
   network = jax.eval_shape(lambda: models.build_model(model))
   jax.eval_shape(optimizer.make_optimizer(optim).init, network)
