@@ -29,7 +29,7 @@ help:
 	@echo "make demo       train four residual schemes side by side (5 minutes on 2"
 	@echo "                cores; stop and rerun it at any time);"
 	@echo "                runs/demo/report.html follows"
-	@echo "make sweep      a first scaling law of three schemes (15 minutes on 2"
+	@echo "make sweep      a first scaling law of three schemes (10 minutes on 2"
 	@echo "                cores), the same way; runs/first_law/report.html"
 	@echo "make pod        compile the 48B training step for 64 TPU v5p chips, without"
 	@echo "                having them, and report memory and time (about 5 minutes)"
