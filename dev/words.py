@@ -16,7 +16,9 @@ WORDS = set(
 # Folders and files that are not clean yet; the list only shrinks.
 UNCLEAN = (
   "attnres_jax/models/expert_parallel.py", "attnres_jax/plan/",
-  "experiments/first_hour/", "kernels/", "tests/experiments/first_hour/",
+  "experiments/first_hour/", "tests/experiments/first_hour/",
+  "kernels/attnres_kernels/depth_attention/pallas_gpu.py",
+  "kernels/attnres_kernels/kda/", "kernels/attnres_kernels/token_walk.py",
 )  # fmt: skip
 
 

@@ -105,6 +105,7 @@ def _kernel(
     )  # fmt: skip
     score = jnp.transpose(raw) * columns.inverse_rms(load, eps)
     score = score.reshape(num_slots, -1, tiles.GROUP, score.shape[1])
+    # The largest exponent is 0: without the shift, exp overflows from 89 on.
     top = jnp.max(score, axis=0)
     weight = jnp.exp(score - top[None])
     total = jnp.sum(weight, axis=0)
@@ -121,6 +122,8 @@ def _kernel(
     load = loader(start, tiles.GROUP)
     for piece in columns.pieces:
       source = load(piece)
+      # High and low weights stand side by side, so that one product over the
+      # sources twice adds both terms.
       if not exact:
         source = jnp.concatenate([source, source], axis=0)
       mixed = columns.select(
@@ -146,6 +149,7 @@ def _diagonal_weights(weight: jax.Array, exact: bool) -> jax.Array:
     weight = jnp.concatenate(tiles.high_and_low(weight), axis=0)
   turned = jnp.transpose(weight)
   shape = (tiles.GROUP, turned.shape[1])
+  # Off the diagonal, a token would read the sources of its neighbours.
   mask = tiles.on_diagonal(tiles.iota(shape, 0), tiles.iota(shape, 1))
   left = jnp.concatenate(
     [

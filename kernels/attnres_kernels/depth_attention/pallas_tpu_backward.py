@@ -96,6 +96,8 @@ def _kernel(
   exact = dout_refs[0].dtype == jnp.float32
   step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
 
+  # The steps of a part run in order and add to the same block, which holds
+  # anything before the first of them.
   @pl.when(pl.program_id(1) == 0)
   def _():
     dquery_ref[...] = jnp.zeros_like(dquery_ref)
@@ -122,6 +124,7 @@ def _kernel(
     mean = jnp.sum(weight * product, axis=0)
     dscore = weight * (product + (dlse[rows] - mean)[None])
     flat = lambda x: x.reshape(-1, x.shape[-1])
+    # Through the norm, a row also changes along itself.
     bend = jnp.sum(flat(dscore * score), axis=1, keepdims=True)
     bend *= inverse * inverse * (1.0 / columns.key_width)
     weight, pull = flat(weight), flat(dscore) * inverse
@@ -189,6 +192,7 @@ def _products(
     product = tiles.total(map(multiply, columns.of(head)))
     scores.append(tiles.sum_terms(product[diagonal:], num_queries))
     product = product[:diagonal].reshape(num_queries, tiles.GROUP, -1)
+    # Off the diagonal are products with the gradients of other tokens.
     row, column = (tiles.iota((1, *product.shape[1:]), i) for i in (1, 2))
     product = jnp.where(tiles.on_diagonal(row, column), product, 0.0)
     products.append(jnp.sum(product, axis=1))
@@ -216,6 +220,7 @@ def _factor(weight: jax.Array, pull: jax.Array, exact: bool) -> jax.Array:
       taken = tiles.take_columns(weight, query >> tiles.GROUP_BITS)
       part = jnp.where(tiles.on_diagonal(row, column), taken, 0.0)
     if first + tpu_rows.LANES > spread:
+      # The column modulo Q, of up to three copies, without a division.
       query = column - spread
       for _ in range(2):
         query = jnp.where(query >= num_queries, query - num_queries, query)

@@ -179,6 +179,8 @@ def load_sources(
 ) -> jax.Array:
   """[M*8, lanes] of one group of tokens; zero in rows that are no tokens."""
   parts = [ref[rows, chunk] for ref in source_refs]
+  # A zero weight does not help against NaN in padding: 0 x NaN is NaN, and the
+  # products add up the rows of all tokens of a group.
   if valid is not None:
     parts = [jnp.where(valid, part, jnp.zeros_like(part)) for part in parts]
   return jnp.concatenate(parts, axis=0)

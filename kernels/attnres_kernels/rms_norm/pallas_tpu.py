@@ -135,6 +135,8 @@ class _Rows:
 def _forward_kernel(gain_ref: Any, x_ref: Any, *refs: Any, eps: float) -> None:
   """Gain [1, D], x, the gate if there is one, and the result [tile, D]."""
   *gate_ref, y_ref = refs
+  # 16 rows are a whole tile of bfloat16; 8 would load every tile twice. Rows of
+  # padding need no mask here: no row reads another, and none of them is stored.
   for start in range(0, x_ref.shape[0], tpu_rows.ROWS):
     rows = slice(start, start + tpu_rows.ROWS)
     x = tpu_rows.load_rows(x_ref, rows)
@@ -158,6 +160,8 @@ def _backward_kernel(
   else:
     gate_ref, dy_ref, dx_ref, sums_ref, dgate_ref = refs
 
+  # The steps of a part run in order and add to the same block, which holds
+  # anything before the first of them.
   @pl.when(pl.program_id(2) == 0)
   def _():
     sums_ref[...] = jnp.zeros_like(sums_ref)
@@ -166,6 +170,7 @@ def _backward_kernel(
   step = pl.program_id(1) * pl.num_programs(2) + pl.program_id(2)
   for start in range(0, tile, tpu_rows.ROWS):
     rows = slice(start, start + tpu_rows.ROWS)
+    # The gain's gradient adds up rows, so that a NaN in padding would reach it.
     valid = tpu_rows.valid_rows(num_tokens, tile, step * tile + start)
     x = tpu_rows.load_rows(x_ref, rows, valid)
     dy = tpu_rows.load_rows(dy_ref, rows, valid)

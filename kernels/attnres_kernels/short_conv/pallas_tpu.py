@@ -66,6 +66,7 @@ def backward(
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
   """Returns the gradients of x, taps and tail."""
   call = Call(x, taps, unit_eps, interpret)
+  # Later tokens first: they send gradients to earlier ones.
   call.reverse = True
   number = taps.shape[0]
   options = dict(taps=number, eps=unit_eps)
@@ -176,6 +177,8 @@ def _write(
   ref: Any, k: int, ready: list[jax.Array], register: jax.Array
 ) -> None:
   """Writes register k with the one before, which waits in `ready`."""
+  # Two registers of float32 fill one tile of bfloat16: a store of half a tile
+  # would first have to read the other half.
   ready.append(register)
   if len(ready) == BEFORE // _ROWS:
     tile = jnp.concatenate(ready, axis=0)
@@ -197,6 +200,8 @@ def _convolved(
   moved = [pltpu.roll(earlier, shift, 0) for shift in range(1, taps)]
   for k, register in enumerate(_registers(x)):
     last = moved
+    # A rotation wraps around: its first `shift` rows hold this register's last
+    # tokens. Below, these rows come from the register before.
     moved = [pltpu.roll(register, shift, 0) for shift in range(1, taps)]
     seen = [
       register,
@@ -229,8 +234,8 @@ class _Reach:
     self.bits = None
     if same is not None:
       bits = same[0, 0]
-      one = lambda shift: ((bits >> shift) & 1).astype(jnp.float32)
-      self.bits = [one(shift) for shift in range(taps)]
+      bit = lambda shift: ((bits >> shift) & 1).astype(jnp.float32)
+      self.bits = [bit(shift) for shift in range(taps)]
 
   def __call__(self, shift: int, k: int, register: jax.Array) -> Any:
     if self.bits is None or not shift:
@@ -313,6 +318,8 @@ def _backward_kernel(
     dz = _silu_gradient(z, dfeature, x.dtype, eps)
     for shift in range(taps):
       total[shift] += dz * seen[shift]
+    # Row r of these is what token r + shift sends to token r; rows that wrap
+    # around belong to the register before, so it is written one round later.
     following = [
       pltpu.roll(reach(shift, k, dz), _ROWS - shift, 0)
       for shift in range(1, taps)
