@@ -78,11 +78,14 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch, tmp_path):
 @pytest.mark.parametrize("come", [True, False])
 def test_a_worker_that_is_refused_alone_ends_its_gang(monkeypatch, come):
   never = exits.Exit.NEVER
-  monkeypatch.setattr(launcher.work, "run", lambda *_: never)
-  monkeypatch.setattr(launcher.work, "all_come", lambda _: come)
+  work = launcher.work
+  monkeypatch.setattr(work.folder_lib, "read_run", lambda *_: None)
+  monkeypatch.setattr(work, "_begin", lambda *_: (None, None))
+  monkeypatch.setattr(work, "_train", lambda *_: (never, ""))
+  monkeypatch.setattr(work.processes, "all_come", lambda _: come)
   expected = contextlib.nullcontext()
   if not come:
-    expected = pytest.raises(launcher.RunError, match="a_run: refused")
+    expected = pytest.raises(launcher.RunError, match="a_run: failed")
   with expected:
     assert launcher._work({"folder": "sweep", "name": "a_run"}) == never
 
