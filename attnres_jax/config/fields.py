@@ -293,7 +293,7 @@ def kinds(cls: type) -> dict[str, Any]:
 
 
 def affected(cls: type, name: str) -> frozenset[str]:
-  """What a field affects, some of `EFFECTS` and "step".
+  """The effects of a field, some of `EFFECTS` and "step".
 
   Args:
     cls: of a config or of a part of one.

@@ -30,7 +30,7 @@ def _products(function, *args, tile=128):
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_of_experts(name):
-  """Of the rows that groups have, and a tile more for all but one group."""
+  """Counts the rows of groups, and a tile more for all but one group."""
   rows, groups, hidden, width, filled = 1152, 4, 264, 328, 8 / 9
   x = jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
   weight = jax.ShapeDtypeStruct((rows,), jnp.float32)

@@ -211,7 +211,7 @@ class TestNamedShapes:
 
 @pytest.mark.parametrize("chip", MAIN_CHIPS)
 def test_experts(chip):
-  """Of the sweep's size and of the 48B network's, whose units are sliced."""
+  """Experts of the sweep's size and of the 48B network's, which are sliced."""
   mesh = jax.sharding.Mesh([device(chip)], ("chip",))
 
   def step(x, weight, sizes, gate_and_up, down, dy, token, *sums):

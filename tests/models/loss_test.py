@@ -91,7 +91,7 @@ def test_large_logits_stay_finite():
 @pytest.mark.parametrize("low", [False, True], ids=["large", "small"])
 @pytest.mark.parametrize("tile_tokens", [12, 0])
 def test_sums_that_need_a_shift(tile_tokens, low):
-  """Of some rows, the largest power of e is above 1e38, or all below 1e-38."""
+  """The largest power of e in a row is above 1e38, or all are below 1e-38."""
   h, head, target, weight = _inputs()
   h, head = 12 * h, 6 * head
   if low:  # One coordinate lowers all logits of three tokens.

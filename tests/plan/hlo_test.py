@@ -201,7 +201,7 @@ ENTRY %main (x: bf16[1,4,6], y: bf16[4,6], j: s32[]) -> bf16[2,4,6] {
 
 
 def test_traffic_of_scatters_in_place():
-  """Of three rows that are added to an array of eight."""
+  """Three rows are added to an array of eight."""
   text = """\
 HloModule jit_f, is_scheduled=true
 
@@ -230,7 +230,7 @@ ENTRY %main (x: bf16[8,6], j: s32[3,1], y: bf16[3,6]) -> bf16[8,6] {
 
 
 def test_traffic_of_gathers():
-  """Of a table, only the rows are read."""
+  """A gather reads only rows of its table."""
   text = """\
 HloModule jit_f, is_scheduled=true
 

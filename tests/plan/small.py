@@ -12,5 +12,5 @@ FIELDS = {
 
 
 def config(**fields) -> config_lib.RunConfig:
-  """Of two transformer blocks and eight rows, with these changes."""
+  """A config of two transformer blocks and eight rows, with these changes."""
   return config_lib.load_config("configs/lm.py:size=tiny", FIELDS | fields)

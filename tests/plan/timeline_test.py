@@ -49,7 +49,7 @@ ENTRY %main (l: {ROW}) -> {ROW} {{
 
 
 def _mesh(rows=4, columns=4):
-  """Of devices in a plane."""
+  """A mesh of devices in a plane."""
   devices = np.empty((rows, columns), object)
   for place in np.ndindex(rows, columns):
     devices[place] = types.SimpleNamespace(coords=(*place, 0))

@@ -286,7 +286,7 @@ def _backward_kernel(
   same: Any, before: Any, x: Any, dy: Any, taps_ref: Any, dx: Any, dtaps: Any,
   later: Any, *, taps: int, eps: float | None,
 ) -> None:  # fmt: skip
-  """As in the forward pass, with the gradient of the result before the taps.
+  """Refs of the forward pass, with the gradient of the result before the taps.
 
   Then the results: gradients of the tokens, and of the taps, summed over steps
   [1, W, 8, H]; and scratch: what later tokens send to the last ones [W, 8, H].
