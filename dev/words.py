@@ -22,27 +22,23 @@ UNCLEAN = (
 )  # fmt: skip
 
 
-def bound(tree: ast.AST):
-  """Names that a file gives, with their lines; keywords of calls are used."""
+def given(tree: ast.AST):
+  """(name, line) of every name that a file gives; calls only use keywords."""
   for node in ast.walk(tree):
-    if isinstance(getattr(node, "ctx", ast.Store()), ast.Store):
-      if not isinstance(node, ast.keyword):
-        for field in ("id", "attr", "arg", "name", "asname"):
-          yield getattr(node, field, None), getattr(node, "lineno", 0)
-
-
-def main() -> None:
-  """Prints every such identifier, with exit status 1 if there is any."""
-  files = subprocess.check_output(["git", "ls-files", "*.py"], text=True)
-  lines = [
-    f"{file}:{line}: {name!r} does not say what it is"
-    for file in files.splitlines()
-    if not file.startswith(UNCLEAN)
-    for name, line in bound(ast.parse(pathlib.Path(file).read_bytes()))
-    if isinstance(name, str) and name.strip("_") in WORDS
-  ]
-  raise SystemExit("\n".join(lines) or None)
+    stores = isinstance(getattr(node, "ctx", ast.Store()), ast.Store)
+    for field in ("id", "attr", "arg", "name", "asname"):
+      name = getattr(node, field, None)
+      if stores and isinstance(name, str) and not isinstance(node, ast.keyword):
+        yield name, getattr(node, "lineno", 0)
 
 
 if __name__ == "__main__":
-  main()
+  listed = subprocess.check_output(["git", "ls-files", "*.py"], text=True)
+  wrong = [
+    f"{file}:{line}: {name!r} does not say what it is"
+    for file in map(pathlib.Path, listed.split())
+    if file.exists() and not str(file).startswith(UNCLEAN)
+    for name, line in given(ast.parse(file.read_bytes()))
+    if name.strip("_") in WORDS
+  ]
+  raise SystemExit("\n".join(wrong) or None)
