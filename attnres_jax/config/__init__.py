@@ -16,33 +16,33 @@ This package imports neither JAX nor anything else of the library, but for
 `load_config`, which at its end builds what a config describes.
 """
 
+from attnres_jax.config.dicts import affects as affects
+from attnres_jax.config.dicts import differences as differences
+from attnres_jax.config.dicts import flatten as flatten
+from attnres_jax.config.dicts import to_dict as to_dict
+from attnres_jax.config.dicts import to_json as to_json
 from attnres_jax.config.errors import ConfigError as ConfigError
 from attnres_jax.config.errors import RunError as RunError
 from attnres_jax.config.errors import choose as choose
 from attnres_jax.config.errors import fail as fail
 from attnres_jax.config.errors import fail_argument as fail_argument
 from attnres_jax.config.load import Source as Source
-from attnres_jax.config.load import affects as affects
 from attnres_jax.config.load import build_run_config as build_run_config
 from attnres_jax.config.load import default_config as default_config
-from attnres_jax.config.load import differences as differences
-from attnres_jax.config.load import flatten as flatten
 from attnres_jax.config.load import follow as follow
 from attnres_jax.config.load import load_config as load_config
 from attnres_jax.config.load import parse_arg as parse_arg
 from attnres_jax.config.load import parse_field as parse_field
 from attnres_jax.config.load import parse_values as parse_values
-from attnres_jax.config.load import to_dict as to_dict
-from attnres_jax.config.load import to_json as to_json
 from attnres_jax.config.model import ActivationConfig as ActivationConfig
 from attnres_jax.config.model import AttentionConfig as AttentionConfig
-from attnres_jax.config.model import DepthReadConfig as DepthReadConfig
 from attnres_jax.config.model import KdaConfig as KdaConfig
 from attnres_jax.config.model import MlaConfig as MlaConfig
 from attnres_jax.config.model import ModelConfig as ModelConfig
 from attnres_jax.config.model import MoeConfig as MoeConfig
-from attnres_jax.config.model import ResidualConfig as ResidualConfig
 from attnres_jax.config.model import RopeConfig as RopeConfig
+from attnres_jax.config.residual import DepthReadConfig as DepthReadConfig
+from attnres_jax.config.residual import ResidualConfig as ResidualConfig
 from attnres_jax.config.run import BYTE_VOCAB_SIZE as BYTE_VOCAB_SIZE
 from attnres_jax.config.run import CheckpointConfig as CheckpointConfig
 from attnres_jax.config.run import DataConfig as DataConfig

@@ -21,6 +21,7 @@ from etils import epath
 import ml_collections
 
 from attnres_jax.config import describe
+from attnres_jax.config import dicts
 from attnres_jax.config import fields as fields_lib
 from attnres_jax.config.errors import ConfigError
 from attnres_jax.config.errors import choose
@@ -87,7 +88,7 @@ class Source:
 
 def default_config() -> ml_collections.ConfigDict:
   """The defaults of `RunConfig` as an unlocked ConfigDict, for editing."""
-  return ml_collections.ConfigDict(to_dict(RunConfig()))
+  return ml_collections.ConfigDict(dicts.to_dict(RunConfig()))
 
 
 def follow(
@@ -266,44 +267,6 @@ def load_file(path: str) -> Any:
   return module
 
 
-def to_dict(config: RunConfig) -> dict[str, Any]:
-  """Nested plain dict, ready for JSON."""
-  return dataclasses.asdict(config)
-
-
-def to_json(config: RunConfig) -> str:
-  return json.dumps(to_dict(config), indent=2) + "\n"
-
-
-def affects(name: str) -> frozenset[str]:
-  """The effects of a field such as "optim.peak_lr" (`fields.EFFECTS`)."""
-  return fields_lib.affected(RunConfig, name)
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Nested dict to {dotted name: value}."""
-  flat = {}
-  for key, value in config.items():
-    name = f"{prefix}{key}"
-    if isinstance(value, Mapping):
-      flat.update(flatten(value, name + "."))
-    else:
-      flat[name] = value
-  return flat
-
-
-def differences(
-  old: Mapping[str, Any], new: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
-  """Dotted names whose values differ, as {name: (old, new)}; None if absent."""
-  old, new = flatten(old), flatten(new)
-  return {
-    name: (old.get(name), new.get(name))
-    for name in sorted(old | new)
-    if old.get(name) != new.get(name)
-  }
-
-
 def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
   """Parses `key=value,flag` against defaults that give each key its type.
 
@@ -365,7 +328,7 @@ def _read_json(path: str, arg: str) -> dict[str, Any]:
     if not isinstance(values, dict):
       raise ConfigError(f"config file {path!r}: holds no JSON object")
     # A run's plan, as its mesh, is part of it.
-    return to_dict(build_run_config(values))
+    return dicts.to_dict(build_run_config(values))
 
 
 def _call(get_config: Any, arg: str) -> Any:
@@ -402,7 +365,10 @@ def _undone(name: str) -> Iterator[tuple[str, Any]]:
 
 def _meant(word: str) -> str:
   """The field that an unknown name most likely means, or nothing."""
-  names = {name: name.split(".")[-1] for name in flatten(to_dict(RunConfig()))}
+  names = {
+    name: name.split(".")[-1]
+    for name in dicts.flatten(dicts.to_dict(RunConfig()))
+  }
   words = word.replace("_", " ")
 
   def likeness(name: str) -> float:

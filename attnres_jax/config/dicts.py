@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configs as dicts and JSON, and how two of them differ."""
+
+from collections.abc import Mapping
+import dataclasses
+import json
+from typing import Any
+
+from attnres_jax.config import fields
+from attnres_jax.config.run import RunConfig
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+  """Nested plain dict, ready for JSON."""
+  return dataclasses.asdict(config)
+
+
+def to_json(config: RunConfig) -> str:
+  return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def affects(name: str) -> frozenset[str]:
+  """The effects of a field such as "optim.peak_lr" (`fields.EFFECTS`)."""
+  return fields.affected(RunConfig, name)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Nested dict to {dotted name: value}."""
+  flat = {}
+  for key, value in config.items():
+    name = f"{prefix}{key}"
+    if isinstance(value, Mapping):
+      flat.update(flatten(value, name + "."))
+    else:
+      flat[name] = value
+  return flat
+
+
+def differences(
+  old: Mapping[str, Any], new: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+  """Dotted names whose values differ, as {name: (old, new)}; None if absent."""
+  old, new = flatten(old), flatten(new)
+  return {
+    name: (old.get(name), new.get(name))
+    for name in sorted(old | new)
+    if old.get(name) != new.get(name)
+  }
