@@ -11,6 +11,7 @@ some are kernels that differ between backends. These are called through
 from collections.abc import Callable, Iterable
 import contextlib
 import functools
+import math
 from typing import Any
 
 from flax import nnx
@@ -90,7 +91,8 @@ def linear(
     weight: [*in, *out], master weight, in whose dtype its gradient is.
     axes: how many axes `in` has.
     out_dtype: of the result; None keeps the dtype of `x`.
-    flat: whether the axes of `out` become one.
+    flat: whether the axes of `out` become one, and those of `in` are joined
+      for the product.
 
   Returns:
     [..., *out].
@@ -107,14 +109,16 @@ def affine(
 
 
 def output(
-  x: jax.Array, weight: nnx.Param, axes: int = 1, bias: nnx.Param | None = None
-) -> jax.Array:
+  x: jax.Array, weight: nnx.Param, axes: int = 1,
+  bias: nnx.Param | None = None, flat: bool = False,
+) -> jax.Array:  # fmt: skip
   """`affine` from heads or hidden units, which `tensor` shards, to the width.
 
   x is [B, T, *in], the weight [*in, D]; the first of the axes `in` is sharded.
+  `flat` is as in `linear`.
   """
   product = sharding.scatter_sum(
-    lambda x, weight: linear(x, weight, axes),
+    lambda x, weight: linear(x, weight, axes, flat=flat),
     sharding.HEADS,
     sharding.FIRST_AXIS,
   )
@@ -132,13 +136,11 @@ def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
 def _linear(
   x: jax.Array, weight: jax.Array, axes: int, out_dtype: Any, flat: bool
 ) -> jax.Array:
+  x, weight, axes = _joined(x, weight, axes, flat)
   return _contract(
-    x,
-    _flattened(weight, axes, flat).astype(x.dtype),
-    range(x.ndim - axes, x.ndim),
-    range(axes),
+    x, weight.astype(x.dtype), range(x.ndim - axes, x.ndim), range(axes),
     out_dtype or x.dtype,
-  )
+  )  # fmt: skip
 
 
 def _forward(
@@ -151,13 +153,21 @@ def _backward(
   axes: int, out_dtype: Any, flat: bool, residuals: Any, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   x, weight = residuals
-  dx, dweight = gradients(x, _flattened(weight, axes, flat), dy, axes)
-  return dx, dweight.reshape(weight.shape).astype(weight.dtype)
+  joined_x, joined_weight, axes = _joined(x, weight, axes, flat)
+  dx, dweight = gradients(joined_x, joined_weight, dy, axes)
+  dweight = dweight.reshape(weight.shape).astype(weight.dtype)
+  return dx.reshape(x.shape), dweight
 
 
-def _flattened(weight: jax.Array, axes: int, flat: bool) -> jax.Array:
-  """[*in, *out], or [*in, prod(out)]."""
-  return weight.reshape(*weight.shape[:axes], -1) if flat else weight
+def _joined(
+  x: jax.Array, weight: jax.Array, axes: int, flat: bool
+) -> tuple[jax.Array, jax.Array, int]:
+  """With `flat`, [..., prod(in)] and [prod(in), prod(out)]."""
+  if not flat:
+    return x, weight, axes
+  size = math.prod(weight.shape[:axes])
+  tokens = x.shape[: x.ndim - axes]
+  return x.reshape(*tokens, size), weight.reshape(size, -1), 1
 
 
 def gradients(

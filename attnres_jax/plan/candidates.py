@@ -103,9 +103,6 @@ def plans(
   chip = topology.chip(devices[0])
   state, kept_per_token = _state_and_kept(config, devices)
   saved = _saved_bytes(config.model)
-  tiles = _tiles(config, chip)
-  tile = tiles.get("loss.tile_tokens") or config.loss.tile_tokens
-  tile = tile or loss.TILE_TOKENS
   found, dropped = [], dict[str, int]()
 
   def drop(reason: str) -> None:
@@ -124,6 +121,9 @@ def plans(
     rows = config.data.batch_size // (mesh.data * mesh.fsdp * mesh.expert)
     for accumulate, remat in itertools.product(_divisors(rows), _REMAT):
       per_token = kept_per_token + saved[remat]
+      tiles = _tiles(config, chip, rows // accumulate)
+      tile = tiles.get("loss.tile_tokens") or config.loss.tile_tokens
+      tile = tile or loss.TILE_TOKENS
       kept = device.kept_bytes(accumulate, remat, per_token, tile)
       if kept > _SURE * chip.hbm_bytes:
         drop(f"more than {chip.hbm_bytes / _GIB:.0f} GiB by arithmetic")
@@ -144,10 +144,14 @@ def plans(
   return sorted(found, key=lambda plan: plan.order), dropped
 
 
-def _tiles(config: config_lib.RunConfig, chip: chips.Chip) -> dict[str, int]:
+def _tiles(
+  config: config_lib.RunConfig, chip: chips.Chip, rows: int
+) -> dict[str, int]:
   """Tiles of the loss, if the default ones would not suit the memory.
 
   Every tile adds a gradient of the head, so they should be as large as fits.
+  Each of the rows has a power of two tokens in a tile, so that the last one is
+  not filled up.
   """
   vocab_size = config.model.vocab_size
   small = loss.TILE_BYTES // (4 * vocab_size) > loss.TILE_TOKENS
@@ -155,7 +159,7 @@ def _tiles(config: config_lib.RunConfig, chip: chips.Chip) -> dict[str, int]:
     return {}
   itemsize = _LOGIT_ARRAYS * jnp.dtype(config.model.dtype).itemsize
   fits = _LOGITS * chip.hbm_bytes / (itemsize * vocab_size)
-  tile = 2 ** int(math.log2(fits))
+  tile = rows * 2 ** max(0, int(math.log2(fits / rows)))
   return {} if tile == loss.TILE_TOKENS else {"loss.tile_tokens": tile}
 
 

@@ -18,6 +18,7 @@ from attnres_jax.models import layer_stacks
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 from attnres_jax.models.mixers import cache as cache_lib
+from tests import jaxprs
 from tests import tiers
 from tests import tiny_network
 
@@ -222,3 +223,20 @@ def test_a_mixer_that_cannot_decode(monkeypatch):
   message = "config.model.mixers: got 'plain', expected mixers with"
   with pytest.raises(config_lib.ConfigError, match=message):
     model.init_cache(1, 1)
+
+
+@pytest.mark.parametrize("name", ["prenorm", "block_attnres"])
+def test_a_prompt_keeps_sums_rather_than_all_outputs(name):
+  """Each sublayer reads a carry from memory; single tokens need no memory."""
+  model = _model(name)
+  cache = model.init_cache(1, TOKENS)
+
+  def barriers(tokens):
+    tokens_BT = jnp.zeros((1, tokens), jnp.int32)
+    extended = lambda: model.extend(tokens_BT, cache).hidden_BTD
+    return jaxprs.count(("optimization_barrier",), extended)
+
+  sublayers = len(model.config.sublayer_kinds)
+  # The first sublayer of a block has no carry.
+  carries = sublayers - (2 if name == "block_attnres" else 0)
+  assert (barriers(1), barriers(2)) == (0, carries)

@@ -240,7 +240,7 @@ class Kda(attention.Mixer):
       low_BTR = linear.linear(x_BTD, self.gate_down[...])
       gate_BTNH = _to_heads(low_BTR, self.gate_up[...])
     gated_BTNH = self.out_norm.gated(o_BTNH, gate_BTNH)
-    return linear.output(gated_BTNH, self.output, 2)
+    return linear.output(gated_BTNH, self.output, 2, flat=True)
 
 
 # Kernels read heads side by side. Left to itself, the compiler gives heads an
