@@ -17,6 +17,7 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import dispatch
+from attnres_kernels import token_walk
 from attnres_kernels.depth_attention import shapes
 from tests.kernels import depth_attention_test
 
@@ -81,6 +82,13 @@ class TestAttention:
   )
   def test_separate_sources(self, queries, sources, width, dtype):
     self.check(*self.make(queries, sources, 2, width, dtype))
+
+  @pytest.mark.parametrize("width", [1024, 200])
+  def test_blocks_of_several_tokens(self, width, monkeypatch):
+    """Sums over tokens; at the first width, sources are in two groups."""
+    monkeypatch.setattr(token_walk, "BLOCKS", 2)
+    assert 6 > token_walk.Tiles(1024).most
+    self.check(*self.make(2, 6, 5, width, "float32"))
 
   @pytest.mark.parametrize("case", ["large", "equal", "zero"])
   def test_adversarial(self, case):
@@ -240,6 +248,11 @@ class TestMerge:
   def test_several_partial_sums(self, number, width, dtype):
     self.check(self.make(width, dtype, True, number))
 
+  @pytest.mark.parametrize("number", [1, 2])
+  def test_blocks_of_several_tokens(self, number, monkeypatch):
+    monkeypatch.setattr(token_walk, "BLOCKS", 2)
+    self.check(self.make(200, "float32", True, number))
+
   def test_large_scores(self):
     arrays = self.make(128, "float32", True)
     arrays["query"] *= 1e3
@@ -327,7 +340,7 @@ class TestReason:
     for expected, query, sources in (
       ("at least 128, the threads", jnp.ones((1, 96)), [jnp.ones((2, 96))]),
       ("bfloat16 or float32", jnp.ones((1, 128)), [jnp.ones((2, 128), "f2")]),
-      ("at most 32 sources", jnp.ones((1, 128)), [jnp.ones((2, 128))] * 33),
+      ("at most 64 sources", jnp.ones((1, 128)), [jnp.ones((2, 128))] * 65),
       ("scores per token", jnp.ones((99, 128)), [jnp.ones((2, 128))] * 30),
       ("no token", jnp.ones((1, 128)), [jnp.ones((0, 128))]),
       ("lowered for cpu", jnp.ones((1, 128)), [jnp.ones((2, 128))]),

@@ -20,7 +20,7 @@ from attnres_kernels import token_walk
 from attnres_kernels.depth_attention import plain
 
 # Of unrolled sources and pairs, and of sums that a thread holds at a time.
-_SOURCES, _PAIRS, _SUMS = 32, 256, 40
+_SOURCES, _PAIRS, _SUMS = 64, 512, 40
 # Shared memory for gradients of queries, of which two blocks fit.
 _GRADIENT_BYTES = 90_000
 
