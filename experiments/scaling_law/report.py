@@ -212,6 +212,7 @@ PUBLISHED = readme.Published(
   places=[
     readme.Place(results),
     readme.Place(learning_rates, "learning_rates", "learning_rates"),
+    readme.Place(results, "first_law", "first_law"),
     readme.Place(
       plans.table, "plans", "../../configs/plans", "../../docs/plan.md"
     ),
