@@ -5,14 +5,13 @@ Before a task begins, its row says so. If the process dies or hangs, the next
 process turns that row into the reason and runs the later tasks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 import faulthandler
 import functools
 import json
 import pathlib
 import statistics
-import sys
 import tempfile
 import time
 from typing import Any, NamedTuple
@@ -63,7 +62,7 @@ class Task(NamedTuple):
 
 def row(
   name: str, case: str = "", arm: str = "", measured: float | None = None,
-  unit: str = "", spread: tuple[float, float] = (), limit: float | None = None,
+  unit: str = "", spread: Sequence[float] = (), limit: float | None = None,
   status: str = OK, reason: str = "",
 ) -> Row:  # fmt: skip
   """A row without its task."""
@@ -115,7 +114,7 @@ def run(
     begun = row(task.name, status=status) | {"task": task.name} | facts
     csv_rows.write(path, [*rows, begun])
     limit = min(left, _TASK_SECONDS)
-    faulthandler.dump_traceback_later(limit, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(limit, exit=True, file=2)
     made = []
     try:
       for found in task.call():
@@ -318,6 +317,8 @@ def training(size: str, short: bool, folder: pathlib.Path) -> Iterator[Row]:
   """
   scheme = "full_attnres" if size == "yardstick" else "block_attnres"
   batch = {"micro": 2, "yardstick": 2}.get(size, 16) * jax.device_count()
+  # A scan stacks what the backward pass needs, and GPUs copy it twice.
+  on_gpu = jax.devices()[0].platform == "gpu"
   config = config_lib.load_config(
     f"configs/lm.py:size={size},residual={scheme}",
     {
@@ -326,7 +327,7 @@ def training(size: str, short: bool, folder: pathlib.Path) -> Iterator[Row]:
       "train.eval_every": 0, "train.eval_batches": 1, "train.depth_every": 0,
       "train.profile_steps": (10, 12), "optim.warmup_steps": 2,
       "checkpoint.every_steps": 0,
-    },
+    } | ({"model.scan_layers": False} if on_gpu else {}),
   )  # fmt: skip
   devices = jax.devices()
   if not short:

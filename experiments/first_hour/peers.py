@@ -5,6 +5,7 @@ Peers answer one query per read, so several queries are several reads.
 """
 
 from collections.abc import Callable, Sequence
+import importlib
 import os
 from typing import Any
 
@@ -64,14 +65,14 @@ def _torch(width: int) -> Callable[..., Any]:
 
 def _fla(width: int) -> Callable[..., Any]:
   os.environ.setdefault("FLA_ATTNRES_GLUON", "1")  # Its faster kernels.
-  from fla.ops.attnres import fused_attnres
   import torch
 
+  fused = importlib.import_module("fla.ops.attnres").fused_attnres
   gain = torch.ones(width, dtype=torch.bfloat16, device="cuda")
 
   def read(query: Any, sources: Any) -> Any:
     banked = [source[None] for source in sources]
-    each = [fused_attnres(q, banked, gain, rms_eps=EPS)[0] for q in query]
+    each = [fused(q, banked, gain, rms_eps=EPS)[0] for q in query]
     return torch.stack(each)
 
   return read

@@ -60,11 +60,14 @@ def two_weights(
   return jax.nn.sigmoid(lse_T - score_T), jax.nn.sigmoid(score_T - lse_T)
 
 
-def _softmax(scores: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def _softmax(scores: Sequence[jax.Array]) -> Sequence[Any]:
   """The same of the mixture and several; the first score may be infinite."""
   if len(scores) == 2:
     return two_weights(*scores)
-  other = lambda i, j: 1.0 if i == j else jnp.exp(scores[j] - scores[i])
+
+  def other(i: int, j: int) -> Any:
+    return 1.0 if i == j else jnp.exp(scores[j] - scores[i])
+
   each = range(len(scores))
   return [
     1 / functools.reduce(operator.add, (other(i, j) for j in each))
