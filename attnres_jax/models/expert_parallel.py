@@ -269,7 +269,7 @@ def _by_platform(
 
   `units` is for kernels of experts, whose matrices have to fit on the core.
   """
-  rows_JD, options = operands[0], {"filled": 1 / _ROOM}
+  rows_JD, options = operands[0], dict[str, Any](filled=1 / _ROOM)
   fits = grouped_matmul.fits_kernel(rows_JD)
   if units is not None:
     options["units"] = units
