@@ -123,6 +123,10 @@ def test_every_number_has_bounds_and_a_type(field, usual):
       dict(model__mixers=("kda", "kda", "mla")),
       "config.model.num_layers: got 8, expected a multiple of the 3 mixers",
     ),
+    (
+      dict(model__mixers=("mlp", "moe")),
+      "config.model.mixers: got ('mlp', 'moe'), expected one that mixes",
+    ),
   ],
 )
 def test_fields_that_need_or_exclude_each_other(fields, message):

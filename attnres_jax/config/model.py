@@ -320,6 +320,8 @@ class ModelConfig(fields.Checked, prefix="model"):
     accepted = f"one to {self.num_layers} (model.num_layers) mixers"
     number = len(self.mixers)
     self.require(1 <= number <= self.num_layers, "mixers", accepted)
+    mixing = {*self.mixers, self.last_mixer} - {"", "mlp", "moe"}
+    self.require(mixing, "mixers", "one that mixes tokens, as 'attention' does")
     self.require(
       self.last_mixer or self.num_layers % number == 0,
       "num_layers",
