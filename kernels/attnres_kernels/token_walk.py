@@ -60,8 +60,8 @@ def why_not(
 
 def why_slow(function: str, *args: Any, **options: Any) -> str | None:
   """The reason why plain JAX is faster for these arguments, or None."""
-  largest = max(jax.tree.leaves(args), key=lambda x: x.size)
-  tokens = largest.size // max(1, largest.shape[-1])
+  x_TD = args[1][0] if isinstance(args[1], tuple) else args[0]
+  tokens = x_TD.size // max(1, x_TD.shape[-1])
   if tokens < _LEAST_TOKENS:
     return f"{tokens} tokens, where {_LEAST_TOKENS} keep a GPU busy"
   return None
