@@ -107,17 +107,17 @@ def _forward(
 
   y_AD, both_JC = one_piece(pairs.piece(0))
   y_AD = pairs.more_pieces(lambda *args: one_piece(*args)[0], y_AD)
-  kept = None
+  saved = None
   if pairs.devices == 1:
-    kept = ad_checkpoint.checkpoint_name(both_JC, linear.PRODUCT)
-  residuals = x_UD, weight_UK, expert_UK, sizes, weights, kept
+    saved = ad_checkpoint.checkpoint_name(both_JC, linear.PRODUCT)
+  residuals = x_UD, weight_UK, expert_UK, sizes, weights, saved
   return pairs.to_owners(y_AD), residuals
 
 
 def _backward(
   activation: config_lib.ActivationConfig, residuals: Any, dy_UD: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-  x_UD, weight_UK, expert_UK, sizes, weights, kept = residuals
+  x_UD, weight_UK, expert_UK, sizes, weights, saved = residuals
   num_local = _num_local(weights[0], sizes)
   pairs = _Pairs.sort(expert_UK, weight_UK, sizes, num_local)
   x_AD, dy_AD = pairs.from_all(x_UD), pairs.from_all(dy_UD)
@@ -135,7 +135,7 @@ def _backward(
 
   # The first piece makes the sums to which the loop adds.
   zeros_P = jnp.zeros(pairs.weight_P.shape, weight_UK.dtype)
-  sums = one_piece(pairs.piece(0), (None, zeros_P), kept)
+  sums = one_piece(pairs.piece(0), (None, zeros_P), saved)
   dx_AD, dweight_P, *dweights = pairs.more_pieces(one_piece, sums)
   dweight_AK = jnp.reshape(dweight_P, (-1, expert_UK.shape[1]))
   if pairs.devices > 1:
@@ -433,9 +433,9 @@ class _Pairs:
     if self.devices == 1:
       return carry
     num_pieces = -(-self.stops_E[-1] // self.room)
-    one = lambda i, carry: body(self.piece(i), carry)
+    step = lambda i, carry: body(self.piece(i), carry)
     with scopes.mean_trips(0):
-      return jax.lax.fori_loop(1, num_pieces, one, carry)
+      return jax.lax.fori_loop(1, num_pieces, step, carry)
 
   def from_all(self, x: jax.Array) -> jax.Array:
     """Concatenates the arrays of all devices along `expert`."""

@@ -87,12 +87,12 @@ def _report(options: argparse.Namespace) -> int:
 
   # The program is compiled for the topology; nothing runs.
   jax.config.update("jax_platforms", "cpu")
-  found = _make_report(config, options)
-  print(report.to_text(found))
+  plan = _make_report(config, options)
+  print(report.to_text(plan))
   if options.json:
-    text = json.dumps(found, indent=2)
+    text = json.dumps(plan, indent=2)
     files.write_output("--json", options.json, text + "\n", _MARKS)
-  return 0 if found["fits"] else 1
+  return 0 if plan["fits"] else 1
 
 
 def _make_report(

@@ -45,11 +45,11 @@ class Cost:
 
 def costs(program: hlo.Program) -> dict[str, Cost]:
   """The cost of each part; they add up to the program's."""
-  found: dict[str, Cost] = {OTHER: Cost()}
+  by_part: dict[str, Cost] = {OTHER: Cost()}
   owner = owners(program)
 
   def part(place: Place) -> Cost:
-    return found.setdefault(owner.get(place) or OTHER, Cost())
+    return by_part.setdefault(owner.get(place) or OTHER, Cost())
 
   for computation, (count, _) in program.runs.items():
     for instruction in program.computations[computation].values():
@@ -60,59 +60,59 @@ def costs(program: hlo.Program) -> dict[str, Cost]:
         part(instruction.place).kernels += count
   for count, instruction, nbytes in program.instructions():
     part(instruction.place).moved_bytes += count * nbytes
-  for one in program.collectives():
-    cost = part(one.place)
-    cost.sent_bytes += one.count * one.sent_bytes
-    cost.overlapped_bytes += one.count * one.sent_bytes * one.overlapped
-  return found
+  for op in program.collectives():
+    cost = part(op.place)
+    cost.sent_bytes += op.count * op.sent_bytes
+    cost.overlapped_bytes += op.count * op.sent_bytes * op.overlapped
+  return by_part
 
 
 def owners(program: hlo.Program) -> dict[Place, str | None]:
   """The part of every instruction; None if it has none."""
   owners: dict[Place, str | None] = {}
-  for computation, known in program.computations.items():
+  for computation, body in program.computations.items():
     if computation in program.fused:
       continue
-    own = {name: _own(program, one) for name, one in known.items()}
-    for name, part in _from_neighbours(known, own).items():
+    named = {name: _named(program, item) for name, item in body.items()}
+    for name, part in _from_neighbours(body, named).items():
       owners[computation, name] = part
-      for inner in program.inside(known[name]):
+      for inner in program.inside(body[name]):
         owners[inner.place] = scopes.of_name(inner.op_name) or part
   return owners
 
 
-def _own(program: hlo.Program, instruction: hlo.Instruction) -> str | None:
+def _named(program: hlo.Program, instruction: hlo.Instruction) -> str | None:
   """The part that an instruction, or what is fused into it, names."""
-  own = scopes.of_name(instruction.op_name)
-  found = [
+  part_of_name = scopes.of_name(instruction.op_name)
+  inner = [
     (program.product_flops(inner), part)
     for inner in program.inside(instruction)
     if (part := scopes.of_name(inner.op_name))
   ]
-  largest, part = max(found, default=(0.0, None))
-  if largest or not own:
+  largest, part = max(inner, default=(0.0, None))
+  if largest or not part_of_name:
     return part
-  return own
+  return part_of_name
 
 
 def _from_neighbours(
-  known: Mapping[str, hlo.Instruction], own: Mapping[str, str | None]
+  body: Mapping[str, hlo.Instruction], named: Mapping[str, str | None]
 ) -> dict[str, str | None]:
   """The same; an instruction without a name joins its users or operands."""
-  parts = dict(own)
+  parts = dict(named)
   # Names of traced operations are paths; the compiler adds simple names.
   nameless = {
     name
-    for name, one in known.items()
-    if not parts[name] and "/" not in one.op_name
+    for name, item in body.items()
+    if not parts[name] and "/" not in item.op_name
   }
   # In scheduled order, operands come before their users.
-  for name in reversed(tuple(known)):
-    for operand in known[name].operands:
+  for name in reversed(tuple(body)):
+    for operand in body[name].operands:
       if operand in nameless and parts[name]:
         parts[operand] = parts[name]  # The first user is the last to come.
-  for name in known:
+  for name in body:
     if name in nameless and not parts[name]:
-      made = (parts.get(operand) for operand in known[name].operands)
+      made = (parts.get(operand) for operand in body[name].operands)
       parts[name] = next(filter(None, made), None)
   return parts

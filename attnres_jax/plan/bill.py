@@ -38,8 +38,8 @@ def make_rows(
   for part in {**costs, **least}:
     cost = costs.get(part, attribution.Cost())
     needs = least.get(part, least_lib.Least())
-    known = *dataclasses.astuple(cost), needs.moved_bytes, needs.flops
-    if part != attribution.OTHER and not any(known):
+    numbers = *dataclasses.astuple(cost), needs.moved_bytes, needs.flops
+    if part != attribution.OTHER and not any(numbers):
       continue
     charged = cost.flops
     if cost.kernels:

@@ -103,7 +103,7 @@ def plans(
   chip = topology.chip(devices[0])
   state, kept_per_token = _state_and_kept(config, devices)
   saved = _saved_bytes(config.model)
-  found, dropped = [], dict[str, int]()
+  offered, dropped = [], dict[str, int]()
 
   def drop(reason: str) -> None:
     dropped[reason] = dropped.get(reason, 0) + 1
@@ -124,8 +124,8 @@ def plans(
       tiles = _tiles(config, chip, rows // accumulate)
       tile = tiles.get("loss.tile_tokens") or config.loss.tile_tokens
       tile = tile or loss.TILE_TOKENS
-      kept = device.kept_bytes(accumulate, remat, per_token, tile)
-      if kept > _SURE * chip.hbm_bytes:
+      nbytes = device.kept_bytes(accumulate, remat, per_token, tile)
+      if nbytes > _SURE * chip.hbm_bytes:
         drop(f"more than {chip.hbm_bytes / _GIB:.0f} GiB by arithmetic")
         continue
       overrides = fields | {
@@ -134,14 +134,14 @@ def plans(
         **tiles,
       }
       order = (
-        max(kept / chip.hbm_bytes, _SAFE),
+        max(nbytes / chip.hbm_bytes, _SAFE),
         _REMAT.index(remat),
         ragged,
         accumulate,
         device.sent_bytes(accumulate, remat),
       )
-      found.append(Plan(overrides, kept, order))
-  return sorted(found, key=lambda plan: plan.order), dropped
+      offered.append(Plan(overrides, nbytes, order))
+  return sorted(offered, key=lambda plan: plan.order), dropped
 
 
 def _tiles(
@@ -167,16 +167,16 @@ def _state_and_kept(
   config: config_lib.RunConfig, devices: Sequence[Any]
 ) -> tuple[Any, float]:
   """The abstract `TrainState`; bytes per token kept with remat=full."""
-  one = dataclasses.replace(
+  smallest = dataclasses.replace(
     config,
     model=dataclasses.replace(config.model, remat="full"),
     data=dataclasses.replace(config.data, batch_size=1),
     mesh=config_lib.MeshConfig(data=1),
   )
-  mesh = sharding.make_mesh(one.mesh, devices[:1])
-  program = train_state.make_program(one, mesh)
-  kept = program.network.kept_bytes(program.abstract_state.model)
-  per_token = sum(kept.values()) / config.data.sequence_length
+  mesh = sharding.make_mesh(smallest.mesh, devices[:1])
+  program = train_state.make_program(smallest, mesh)
+  saved = program.network.kept_bytes(program.abstract_state.model)
+  per_token = sum(saved.values()) / config.data.sequence_length
   return program.abstract_state, per_token
 
 
@@ -238,20 +238,20 @@ class _Device:
     model, experts = self.config.model, self.config.mesh.expert
     itemsize = jnp.dtype(model.dtype).itemsize
     tokens = self.tokens / accumulate
-    kept = tokens * per_token
+    activations = tokens * per_token
     if accumulate > 1:
-      kept = max(kept, self.gradient)
+      activations = max(activations, self.gradient)
     layers = model.sublayer_kinds.count("moe")
     if layers and experts > 1:
-      kept += tokens * _GATHERED_BYTES * experts * model.width
+      activations += tokens * _GATHERED_BYTES * experts * model.width
       if remat == "none":
         # The compiler merges what the backward pass computes again with the
         # forward pass: gathered tokens, and the rows, gate and up of a pair.
         pair = model.width + 2 * model.moe.expert_width
         numbers = experts * model.width + model.moe.top_k * pair
-        kept += tokens * layers * itemsize * numbers
+        activations += tokens * layers * itemsize * numbers
     logits = min(tokens, tile) * model.vocab_size * _LOGIT_ARRAYS * itemsize
-    return self.state + self.gradient + self.gathered + kept + logits
+    return self.state + self.gradient + self.gathered + activations + logits
 
   def sent_bytes(self, accumulate: int, remat: str) -> float:
     """Weights and tokens of every pass, and gradients, over all links."""
@@ -305,17 +305,17 @@ def _saved_bytes(model: config_lib.ModelConfig) -> dict[str, float]:
   for kind in dict.fromkeys(model.sublayer_kinds):
     core = sublayer.abstract_core(kind, model)
     with linear.counting():
-      traced = jax.make_jaxpr(lambda core, x_BTD: core(x_BTD))(core, x_BTD)
+      jaxpr = jax.make_jaxpr(lambda core, x_BTD: core(x_BTD))(core, x_BTD)
     each[kind] = sum(
       math.prod(v.aval.shape) * v.aval.dtype.itemsize
-      for equation in report_lib.equations(traced.jaxpr)
+      for equation in report_lib.equations(jaxpr.jaxpr)
       if equation.params.get("name") == linear.PRODUCT
       for v in equation.outvars
     )
   products = sum(each[kind] for kind in model.sublayer_kinds) / length
   unchecked = _SCANNED if model.scan_layers else _UNCHECKPOINTED
-  kept = {"none": unchecked, "dots": 1.0}
-  return {remat: kept.get(remat, 0.0) * products for remat in _REMAT}
+  share = {"none": unchecked, "dots": 1.0}
+  return {remat: share.get(remat, 0.0) * products for remat in _REMAT}
 
 
 def _bytes_with(model: Any, shards: Callable[[Any], float]) -> float:

@@ -68,18 +68,18 @@ def of_program(
     if instruction.op.removesuffix("-start") in hlo.COLLECTIVES:
       continue
     products = sum(
-      _product_seconds(program, one, chip, target)
-      for one in itertools.chain([instruction], program.inside(instruction))
+      _product_seconds(program, inner, chip, target)
+      for inner in itertools.chain([instruction], program.inside(instruction))
     )
     launches += count
     seconds += count * max(nbytes / chip.hbm_bytes_per_second, products)
   links = exposed = 0.0
-  for one in program.collectives():
-    across = len({place // gpus.PER_HOST for place in one.group}) > 1
+  for op in program.collectives():
+    across = len({place // gpus.PER_HOST for place in op.group}) > 1
     rate = _NETWORK_BYTES_PER_SECOND if across else chip.link_bytes_per_second
-    transfer = one.count * (one.sent_bytes / rate + START_SECONDS)
+    transfer = op.count * (op.sent_bytes / rate + START_SECONDS)
     links += transfer
-    exposed += transfer * (not one.overlapped)
+    exposed += transfer * (not op.overlapped)
   return dict(
     launches=launches,
     launch_seconds=launches * START_SECONDS,
@@ -105,8 +105,8 @@ def _product_seconds(
   flops = program.product_flops(product)
   if not flops:
     return 0.0
-  known = program.computations[product.place[0]]
-  array = known[product.operands[0]].arrays[0]
+  body = program.computations[product.place[0]]
+  array = body[product.operands[0]].arrays[0]
   if gpu_products.is_attention(product):
     tokens = bisect.bisect_right(_ATTENTION_TOKENS, array.dims[1])
     rates = _ATTENTION[gpu_products.is_backward(product)]
@@ -134,10 +134,10 @@ def _whole_waves(
     return 1.0
   *rows, columns = product.arrays[0].dims
   height = math.prod(rows)
-  found = []
+  waves = []
   for tall, wide in sizes:
     tiles = math.ceil(height / tall) * math.ceil(columns / wide)
     if tiles > cores:
       tiles = math.ceil(tiles / cores) * cores
-    found.append(tiles * tall * wide / (height * columns))
-  return min(found)
+    waves.append(tiles * tall * wide / (height * columns))
+  return min(waves)

@@ -31,7 +31,7 @@ def is_backward(attention: instruction_lib.Instruction) -> bool:
 
 def product_flops(
   instruction: instruction_lib.Instruction,
-  known: Mapping[str, instruction_lib.Instruction],
+  body: Mapping[str, instruction_lib.Instruction],
 ) -> float:
   """FLOPs of one execution; 0 for what multiplies no matrices.
 
@@ -39,12 +39,12 @@ def product_flops(
 
   Args:
     instruction: in any program.
-    known: instructions of its computation, by name.
+    body: instructions of its computation, by name.
   """
   is_dot = instruction.op == "dot"
   if not is_dot and not is_library(instruction):
     return 0.0
-  first, second = (known.get(name) for name in instruction.operands[:2])
+  first, second = (body.get(name) for name in instruction.operands[:2])
   if first is None or second is None:
     return 0.0
   left, right = first.arrays[0].dims, second.arrays[0].dims

@@ -117,10 +117,10 @@ class Program:
   def product_flops(self, instruction: Instruction) -> float:
     """FLOPs of one execution of a matrix product; 0 for anything else."""
     computation, _ = instruction.place
-    known = self.computations[computation]
+    body = self.computations[computation]
     if instruction.op == "convolution":
-      return instruction_lib.product_flops(instruction, known)
-    return gpu_products.product_flops(instruction, known)
+      return instruction_lib.product_flops(instruction, body)
+    return gpu_products.product_flops(instruction, body)
 
   def hbm_bytes(self, start: str = "") -> float:
     """Bytes of HBM that all instructions read and write; see `flops`."""
@@ -142,21 +142,21 @@ class Program:
 
   def moved(self, name: str) -> Iterator[tuple[Instruction, float]]:
     """(instruction, bytes of memory) of all work of one computation."""
-    known = self.computations[name]
-    for instruction in known.values():
+    body = self.computations[name]
+    for instruction in body.values():
       if instruction.op in _FREE or instruction.op.endswith("-done"):
         continue
       if _ALLOCATES in instruction.attributes:
         continue  # Nothing is written: what is in there is not defined.
-      yield instruction, self._nbytes(instruction, known)
+      yield instruction, self._nbytes(instruction, body)
 
   def collectives(self) -> list[Collective]:
     """Every collective once, even if the compiler split it into pieces."""
     return [
-      one
+      op
       for name in self.runs
       if name not in self.fused
-      for _, _, one in self.transfers(name)
+      for _, _, op in self.transfers(name)
     ]
 
   def bytes_between_slices(self) -> float:
@@ -180,29 +180,29 @@ class Program:
     pieces: dict[str, tuple[list[int], Instruction]] = {}
     for at, instruction in enumerate(schedule):
       for key, piece in self._pieces(instruction):
-        known = pieces.setdefault(key, ([], piece))
-        known[0].extend((at, _end(schedule, at)))
-    found = []
+        entry = pieces.setdefault(key, ([], piece))
+        entry[0].extend((at, _end(schedule, at)))
+    sent = []
     for where, piece in pieces.values():
       start, end = min(where), max(where)
       overlapped = any(map(_computes, schedule[start + 1 : end]))
-      one = self._collective(piece, count, in_loop, overlapped)
-      found.append((start, end, one))
-    return found
+      op = self._collective(piece, count, in_loop, overlapped)
+      sent.append((start, end, op))
+    return sent
 
   def largest(self, count: int) -> list[tuple[Array, str]]:
     """(array, traced operation) of the largest arrays.
 
     One for each shape and operation.
     """
-    found = {
+    arrays = {
       (array, instruction.source())
       for _, instruction, _ in self.instructions()
       if not instruction.op.endswith(("-start", "-update"))
       for array in instruction.arrays
       if array.in_hbm
     }
-    return sorted(found, key=lambda pair: (-pair[0].nbytes, pair[1]))[:count]
+    return sorted(arrays, key=lambda pair: (-pair[0].nbytes, pair[1]))[:count]
 
   def busiest(self, count: int) -> list[tuple[float, float, str, str]]:
     """(bytes of memory, runs, array, traced operation) of the most traffic.
@@ -218,17 +218,17 @@ class Program:
       sums = moved.setdefault(key, [0.0, 0.0])
       sums[0] += runs * nbytes
       sums[1] += runs
-    found = [(sums[0], sums[1], *key) for key, sums in moved.items()]
-    return sorted(found, key=lambda one: (-one[0], *one[2:]))[:count]
+    rows = [(sums[0], sums[1], *key) for key, sums in moved.items()]
+    return sorted(rows, key=lambda row: (-row[0], *row[2:]))[:count]
 
   def _nbytes(
-    self, instruction: Instruction, known: Mapping[str, Instruction]
+    self, instruction: Instruction, body: Mapping[str, Instruction]
   ) -> float:
     """Bytes read and written by one execution of an instruction."""
     names: Sequence[str] = instruction.operands
     if self.tiled and instruction.op == "custom-call":
       names = tuple(dict.fromkeys(names))  # A block and its halo.
-    operands = [known[name].arrays if name in known else () for name in names]
+    operands = [body[name].arrays if name in body else () for name in names]
     results = list(instruction.arrays)
     if instruction.op.endswith(("-start", "-update")):
       # Its results include the operands, for instructions that wait for them.
@@ -271,7 +271,7 @@ class Program:
       return inside[name]
 
     read: dict[int, float] = {}
-    whole = set()
+    complete = set()
     for user in inside.values():
       if self._is_view(user):
         continue
@@ -288,7 +288,7 @@ class Program:
           number = instruction_lib.number(source)
           read[number] = read.get(number, 0) + nested[i]
         elif source.op == "parameter":
-          whole.add(instruction_lib.number(source))
+          complete.add(instruction_lib.number(source))
     root = list(inside.values())[-1]
     ends = root.operands if root.op == "tuple" else (root.name,)
     written = {}
@@ -300,7 +300,7 @@ class Program:
           written[i] = sum(a.nbytes for a in update.arrays)
       elif end.op == "fusion" and 0 in (nested := self._parts(end)[1]):
         written[i] = nested[0]
-    return {i: n for i, n in read.items() if i not in whole}, written
+    return {i: n for i, n in read.items() if i not in complete}, written
 
   def _adds(self, instruction: Instruction) -> bool:
     """Whether it is a scatter whose result depends on what was there."""
@@ -340,7 +340,7 @@ class Program:
     overlapped: bool,
   ) -> Collective:
     computation, _ = instruction.place
-    known = self.computations[computation]
+    body = self.computations[computation]
     kind = instruction.op.removesuffix("-start")
     if computation.startswith("%all-reduce-scatter"):
       # Of the sum, this fusion only computes the part of each device.
@@ -349,8 +349,8 @@ class Program:
     arrays = tuple(
       array
       for operand in instruction.operands
-      if operand in known
-      for array in known[operand].arrays
+      if operand in body
+      for array in body[operand].arrays
     )
     sent = _sent(kind, sum(a.nbytes for a in arrays), len(group))
     return Collective(
@@ -407,8 +407,8 @@ class Program:
           continue
         inner = [called for _, called in instruction.called()]
         share = len(inner) if instruction.op == "conditional" else 1
-        for one in inner:
-          visit(one, count / share, in_loop)
+        for callee in inner:
+          visit(callee, count / share, in_loop)
 
     visit(start, 1, False)
     return runs

@@ -173,7 +173,7 @@ def _in_tiles(dims: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def product_flops(
-  instruction: Instruction, known: Mapping[str, Instruction]
+  instruction: Instruction, body: Mapping[str, Instruction]
 ) -> float:
   """Multiply-adds times two; the TPU compiler writes products as convolutions.
 
@@ -181,7 +181,7 @@ def product_flops(
   most window positions are outside the input. Only the others count.
   """
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
-  operands = [known.get(name) for name in instruction.operands[:2]]
+  operands = [body.get(name) for name in instruction.operands[:2]]
   if labels is None or None in operands:
     return 0.0
   left, right = (o.arrays[0].dims for o in operands if o is not None)

@@ -118,7 +118,7 @@ def of_parts(program: train_state.Program) -> dict[str, Least]:
     tokens * (row + 2 * vector) + 2 * touched * row
   )
   summed = sum(
-    one.rest_bytes for part, one in weights.items() if part != "embedding"
+    w.rest_bytes for part, w in weights.items() if part != "embedding"
   )
   adds = scopes.PIPELINE if stages > 1 else scopes.ACCUMULATION
   least[adds] = Least((microbatches - 1) * summed)
@@ -133,29 +133,29 @@ def of_parts(program: train_state.Program) -> dict[str, Least]:
 def _weights(program: train_state.Program) -> Mapping[str, _Weights]:
   """The weights of each kind, of `head` and `embedding`, and the rest."""
   config, mesh = program.config, program.mesh
-  found: dict[str, _Weights] = {}
+  by_part: dict[str, _Weights] = {}
 
   def add(parameter: sharding.Parameter) -> None:
     value = parameter.value
-    kept = math.prod(value.sharding.shard_shape(value.shape))
+    own_size = math.prod(value.sharding.shard_shape(value.shape))
     gathered = sharding.FSDP in sharding.axes_at_rest(parameter)
-    used = kept * (mesh.shape[sharding.FSDP] if gathered else 1)
+    used = own_size * (mesh.shape[sharding.FSDP] if gathered else 1)
     dtype = jnp.dtype(config.model.dtype)
     if parameter.wide or not parameter.is_matrix:
       dtype = precision.wide(dtype)
     itemsize = jnp.dtype(dtype).itemsize
-    one = found.setdefault(_part(parameter.name), _Weights())
-    one.product_bytes += used * itemsize
+    sums = by_part.setdefault(_part(parameter.name), _Weights())
+    sums.product_bytes += used * itemsize
     if itemsize < value.dtype.itemsize:
-      one.convert_bytes += kept * (itemsize + value.dtype.itemsize)
-    one.gradient_bytes += used * value.dtype.itemsize
-    one.rest_bytes += kept * value.dtype.itemsize
+      sums.convert_bytes += own_size * (itemsize + value.dtype.itemsize)
+    sums.gradient_bytes += used * value.dtype.itemsize
+    sums.rest_bytes += own_size * value.dtype.itemsize
 
   sharding.map_parameters(add, program.abstract_state.model)
   if config.model.tie_embeddings:
-    found["head"] = found["embedding"]
-    found["embedding"] = _Weights()
-  return found
+    by_part["head"] = by_part["embedding"]
+    by_part["embedding"] = _Weights()
+  return by_part
 
 
 def _part(name: str) -> str:
@@ -176,7 +176,7 @@ def _update_flops(program: train_state.Program) -> float:
     rates = dict(learning_rate=rate, balance_rate=rate)
     return transform.update(gradient, state, parameters, **rates)
 
-  found = programs.flops(
+  counted = programs.flops(
     update, state.model, state.opt_state, state.model, scalar
   )
-  return sum(found.values())
+  return sum(counted.values())

@@ -85,7 +85,7 @@ def of_program(
   tokens = config.data.batch_size * config.data.sequence_length / devices
   tokens *= schedule.layout.num_ranks / schedule.num_microbatches
   needs = unit_flops(config, schedule.layout, tokens)
-  found = _units(program, schedule.layout.num_chunks)
+  units = _units(program, schedule.layout.num_chunks)
   all_bytes = all_flops = 0.0
   times = []
   for slot, analytic_C in (
@@ -94,7 +94,7 @@ def of_program(
   ):
     seconds_C = np.zeros(len(analytic_C))
     for chunk, analytic in enumerate(analytic_C):
-      body = found[slot, chunk]
+      body = units[slot, chunk]
       count, _ = program.runs[body]
       nbytes, work = program.hbm_bytes(body), program.flops(body)
       all_bytes += count * nbytes
@@ -154,21 +154,21 @@ def unit_flops(
 
 def _units(program: hlo.Program, num_chunks: int) -> dict[tuple[str, int], str]:
   """(slot, chunk) -> the computation of every unit."""
-  found = {}
+  bodies = {}
   for name in program.runs:
     for instruction in program.computations[name].values():
       if instruction.op == "while" and (
         unit := scopes.unit_of_name(instruction.op_name)
       ):
-        found[unit] = dict(instruction.called())["body"]
+        bodies[unit] = dict(instruction.called())["body"]
   for slot in (scopes.FORWARD, scopes.BACKWARD):
     for chunk in range(num_chunks):
-      if (slot, chunk) not in found:
+      if (slot, chunk) not in bodies:
         raise config_lib.RunError(
           f"the program has no loop for chunk {chunk} of {num_chunks} in the"
           f" {slot} slot"
         )
-  return found
+  return bodies
 
 
 def _has_kernels(program: hlo.Program, body: str) -> bool:

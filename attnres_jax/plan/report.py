@@ -101,11 +101,11 @@ def make_report(
   program = train_state.make_program(config, mesh)
   report = _of_shapes(config, step, program, chip)
   start = time.perf_counter()
-  traced = trace(program)
+  staged = trace(program)
   if step != "train":
-    kept = prepared.abstract_prepared(program.abstract_state.model, mesh)
-    report["parameter_bytes"] = sharding.bytes_per_device(kept)
-  lowered = traced.lower()
+    stored = prepared.abstract_prepared(program.abstract_state.model, mesh)
+    report["parameter_bytes"] = sharding.bytes_per_device(stored)
+  lowered = staged.lower()
   report["lower_seconds"] = time.perf_counter() - start
   start = time.perf_counter()
   try:
@@ -113,7 +113,7 @@ def make_report(
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    largest = _largest_traced(traced.jaxpr)
+    largest = _largest_traced(staged.jaxpr)
     return report | dict(fits=False, reason=str(error), largest=largest)
   report["compile_seconds"] = time.perf_counter() - start
   report |= _memory(compiled, chip)
@@ -121,7 +121,7 @@ def make_report(
     text = compiled.as_text()
   except jax.errors.JaxRuntimeError as error:
     report["unread"] = str(error).strip().splitlines()[0]
-    report["largest"] = _largest_traced(traced.jaxpr)
+    report["largest"] = _largest_traced(staged.jaxpr)
     return report
   return report | _times(report, text, program)
 
@@ -150,17 +150,17 @@ def make_schedule_report(
   chip = topology.chip(devices[0])
   program = train_state.make_program(config, mesh)
   report = _of_shapes(config, "train", program, chip)
-  found = schedule.compile_step(config, slice_name, num_slices)
-  if found.reason:
+  compiled = schedule.compile_step(config, slice_name, num_slices)
+  if compiled.reason:
     largest = _largest_traced(_trace_train(program).jaxpr)
-    return report | dict(fits=False, reason=found.reason, largest=largest)
+    return report | dict(fits=False, reason=compiled.reason, largest=largest)
   report |= dict(
-    fits=found.peak_bytes <= chip.hbm_bytes,
-    peak_bytes=found.peak_bytes,
-    headroom_bytes=chip.hbm_bytes - found.peak_bytes,
-    compile_seconds=found.seconds,
+    fits=compiled.peak_bytes <= chip.hbm_bytes,
+    peak_bytes=compiled.peak_bytes,
+    headroom_bytes=chip.hbm_bytes - compiled.peak_bytes,
+    compile_seconds=compiled.seconds,
   )
-  return report | _times(report, found.text, program)
+  return report | _times(report, compiled.text, program)
 
 
 def _of_shapes(
@@ -201,36 +201,36 @@ def _times(
   trains = report["step"] == "train"
   needs = least.of_parts(step) if trains else {}
   program = hlo.Program(text)
-  found = _work(program, chip, step.mesh, needs)
+  times = _work(program, chip, step.mesh, needs)
   analytic = report["analytic_flops"]
-  found["flops_ratio"] = found["charged_flops"] / (
-    found["least_flops"] or analytic
+  times["flops_ratio"] = times["charged_flops"] / (
+    times["least_flops"] or analytic
   )
-  larger = max(found["charged_flops"], analytic)
-  found["compute_seconds"] = larger / chip.peak_flops_per_second
+  larger = max(times["charged_flops"], analytic)
+  times["compute_seconds"] = larger / chip.peak_flops_per_second
   bounds = ("compute_seconds", "memory_seconds", "link_seconds")
-  bound = max(bounds, key=lambda name: found[name])
-  found["bound"] = bound.removesuffix("_seconds")
-  published = found["traffic_bytes"] / chip.published_hbm_bytes_per_second
-  found["least_seconds"] = max(
-    found["compute_seconds"], published, found["link_seconds"]
+  bound = max(bounds, key=lambda name: times[name])
+  times["bound"] = bound.removesuffix("_seconds")
+  published = times["traffic_bytes"] / chip.published_hbm_bytes_per_second
+  times["least_seconds"] = max(
+    times["compute_seconds"], published, times["link_seconds"]
   )
   fused = step.config.pipeline.schedule == "fused"
   if trains and isinstance(step.network, spmd.Pipeline) and fused:
-    found["lockstep"] = dataclasses.asdict(
+    times["lockstep"] = dataclasses.asdict(
       lockstep.of_program(
         program, step.config, step.network.schedule, chip, step.mesh.size
       )
     )
   if _is_gpu(step.mesh):
-    found |= gpu.of_program(program, chip, device.device_kind)
-    found["step_seconds"] = gpu.step_seconds(found)
+    times |= gpu.of_program(program, chip, device.device_kind)
+    times["step_seconds"] = gpu.step_seconds(times)
   else:
-    found["step_seconds"] = step_seconds(found, chip)
-    if "lockstep" not in found:  # Which knows how long ranks wait.
+    times["step_seconds"] = step_seconds(times, chip)
+    if "lockstep" not in times:  # Which knows how long ranks wait.
       walked = timeline.of_program(text, step.mesh, chip, needs)
-      found["timeline"] = dataclasses.asdict(walked)
-  return found
+      times["timeline"] = dataclasses.asdict(walked)
+  return times
 
 
 def step_seconds(report: Mapping[str, Any], chip: chips.Chip) -> float:
@@ -385,13 +385,13 @@ def _timeline(report: Mapping[str, Any]) -> list[str]:
 
 
 def _lockstep(report: Mapping[str, Any]) -> list[str]:
-  found = report.get("lockstep")
-  if found is None:
+  ranks = report.get("lockstep")
+  if ranks is None:
     return []
   return [
     "compute and memory are means over ranks; as ranks wait for each other,"
-    f" work takes {found['seconds']:.3f} s, with a bubble of"
-    f" {found['bubble']:.0%}; rank {found['slowest_rank']} has the most work"
+    f" work takes {ranks['seconds']:.3f} s, with a bubble of"
+    f" {ranks['bubble']:.0%}; rank {ranks['slowest_rank']} has the most work"
   ]
 
 
@@ -425,7 +425,7 @@ def _largest(report: Mapping[str, Any]) -> str:
 
 def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
   """Largest arrays of a traced program, one of each shape and primitive."""
-  found = {}
+  sizes = {}
   for equation in equations(jaxpr):
     for variable in equation.outvars:
       shape = getattr(variable.aval, "shape", None)
@@ -433,10 +433,10 @@ def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
         variable.aval.dtype, jax.dtypes.extended
       ):
         key = variable.aval.str_short(), equation.primitive.name
-        found[key] = math.prod(shape) * variable.aval.dtype.itemsize
-  largest = sorted(found, key=lambda key: (-found[key], key))[:_NUM_LARGEST]
+        sizes[key] = math.prod(shape) * variable.aval.dtype.itemsize
+  largest = sorted(sizes, key=lambda key: (-sizes[key], key))[:_NUM_LARGEST]
   return [
-    dict(array=key[0], bytes=found[key], source=key[1]) for key in largest
+    dict(array=key[0], bytes=sizes[key], source=key[1]) for key in largest
   ]
 
 
@@ -491,8 +491,8 @@ def _work(
   needs: Mapping[str, least.Least],
 ) -> dict[str, Any]:
   rows: dict[tuple[str, str, bool], dict[str, Any]] = {}
-  for one in program.collectives():
-    key = (one.kind, hlo.axes_of(one.group, mesh.shape), one.in_loop)
+  for op in program.collectives():
+    key = (op.kind, hlo.axes_of(op.group, mesh.shape), op.in_loop)
     row = rows.setdefault(
       key,
       dict(
@@ -502,10 +502,10 @@ def _work(
         overlapped_bytes=0.0,
       ),
     )
-    sent_bytes = one.count * one.sent_bytes
-    row["count"] += one.count
+    sent_bytes = op.count * op.sent_bytes
+    row["count"] += op.count
     row["sent_bytes"] += sent_bytes
-    row["overlapped_bytes"] += sent_bytes * one.overlapped
+    row["overlapped_bytes"] += sent_bytes * op.overlapped
   sent = sum(row["sent_bytes"] for row in rows.values())
   overlapped = sum(row["overlapped_bytes"] for row in rows.values())
   traffic = program.hbm_bytes()

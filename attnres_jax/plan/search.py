@@ -82,27 +82,27 @@ def compiled(
   device and step.
   """
   planned = plans_lib.apply(config, overrides)
-  found = report_lib.make_schedule_report(planned, slice_name, num_slices)
+  result = report_lib.make_schedule_report(planned, slice_name, num_slices)
   row: dict[str, Any] = {"overrides": dict(overrides)}
   row |= {
-    name: found.get(name)
+    name: result.get(name)
     for name in (
       "fits", "peak_bytes", "headroom_bytes", "hbm_bytes", "bound",
       "compute_seconds", "memory_seconds", "link_seconds", "compile_seconds",
       "bytes_between_slices",
     )
   }  # fmt: skip
-  if not found["fits"]:
+  if not result["fits"]:
     return row
   devices = topology.devices(slice_name, num_slices)
   chip = topology.chip(devices[0])
-  seconds = found["step_seconds"]
+  seconds = result["step_seconds"]
   tokens = config.data.batch_size * config.data.sequence_length
   hours = config.train.steps * seconds / 3600
-  work = found["analytic_flops"] / chip.peak_flops_per_second
+  work = result["analytic_flops"] / chip.peak_flops_per_second
   return row | {
     "step_seconds": seconds,
-    "timeline_seconds": found.get("timeline", {}).get("seconds"),
+    "timeline_seconds": result.get("timeline", {}).get("seconds"),
     "tokens_per_second": tokens / seconds,
     "model_flop_utilisation": work / seconds,
     "hours": hours,
@@ -115,7 +115,7 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
   cells = []
   for row in rows:
     o = row["overrides"]
-    known = row.get("step_seconds") is not None
+    has_time = row.get("step_seconds") is not None
     walked = row.get("timeline_seconds")
     peak = row["peak_bytes"]
     cells.append((
@@ -123,14 +123,14 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
       str(o["optim.accumulate_steps"]), o["model.remat"],
       "yes" if row["fits"] else "no",
       f"{row['headroom_bytes'] / _GIB:.1f}" if peak else "",
-      row["bound"] if known else "",
+      row["bound"] if has_time else "",
       *(
         (
           f"{row['step_seconds']:.2f}", f"{walked:.2f}" if walked else "",
           f"{row['tokens_per_second']:,.0f}",
           f"{row['model_flop_utilisation']:.0%}", f"{row['hours']:,.1f}",
           f"{row['chip_hours']:,.0f}",
-        ) if known else ("",) * 6
+        ) if has_time else ("",) * 6
       ),
     ))  # fmt: skip
   header = (
@@ -202,7 +202,7 @@ def _plan(options: argparse.Namespace) -> int:
   for name in ("save", "again"):
     if getattr(options, name) and options.num_slices > 1:
       config_lib.fail_argument(f"--{name}", True, "a plan for one slice")
-  configs = asked(options)
+  configs = requested(options)
   for config in configs:
     data.check(config, offline=True)
   devices = topology.devices(slice_name, options.num_slices)
@@ -234,13 +234,13 @@ def _due(
   steps: dict[str, config_lib.RunConfig] = {}
   for config in configs:
     steps.setdefault(plans_lib.config_hash(config), config)
-  found = [
+  pairs = [
     (config, plans_lib.find(config, devices, options.plans))
     for config in steps.values()
   ]
   if not options.again:
-    return [(config, None) for config, row in found if row is None]
-  if not (options.sweep or found[0][1]):
+    return [(config, None) for config, row in pairs if row is None]
+  if not (options.sweep or pairs[0][1]):
     config_lib.fail_argument("--again", True, f"a plan in {options.plans}")
   # What other code or another compiler has made.
   now = dict(
@@ -250,12 +250,12 @@ def _due(
   )
   return [
     (config, row)
-    for config, row in found
+    for config, row in pairs
     if row and not now.items() <= row.items()
   ]
 
 
-def asked(options: argparse.Namespace) -> Sequence[config_lib.RunConfig]:
+def requested(options: argparse.Namespace) -> Sequence[config_lib.RunConfig]:
   """The configs that a command is to plan, with the names of their runs."""
   source = command_line.needed(options.config)
   if not options.sweep:
@@ -340,12 +340,12 @@ def _candidates(
   path: str,
 ) -> Iterator[Mapping[str, Any]]:
   """Overrides in the order in which they are compiled; one may come twice."""
-  known = plans_lib.under_other_schemes(
+  proven = plans_lib.under_other_schemes(
     config, devices, residuals.RESIDUALS, path
   )
-  if known:
+  if proven:
     print("as under another residual scheme:")
-    yield known
+    yield proven
   candidates, dropped = candidates_lib.plans(config, devices)
   for reason, number in dropped.items():
     print(f"dropped {number}: {reason}")

@@ -148,8 +148,8 @@ class _Walk:
     """Whether the current walk has this cause."""
     return CAUSES.index(cause) <= CAUSES.index(self.cause)
 
-  def _part(self, one: hlo.Instruction) -> str:
-    return self.owners.get(one.place) or attribution.OTHER
+  def _part(self, item: hlo.Instruction) -> str:
+    return self.owners.get(item.place) or attribution.OTHER
 
   def _length(self, name: str) -> float:
     """Seconds of one execution of a computation."""
@@ -161,7 +161,7 @@ class _Walk:
     count, _ = self.program.runs.get(name, (0.0, False))
     schedule = list(self.program.computations[name].values())
     program = self.program if self._includes(TILES) else self.plain
-    nbytes = {one.name: moved for one, moved in program.moved(name)}
+    nbytes = {item.name: moved for item, moved in program.moved(name)}
     starts: dict[int, list[Any]] = {}
     ends: dict[int, list[Any]] = {}
     if self._includes(LINKS):
@@ -172,44 +172,44 @@ class _Walk:
     copies = _Copies()
     free: dict[str, float] = {}
     arrives: dict[int, float] = {}
-    for at, one in enumerate(schedule):
+    for at, item in enumerate(schedule):
       for transfer in starts.get(at, ()):
         axes, seconds = self._sent(transfer)
         begin = max(clock, free.get(axes, 0.0))
         free[axes] = arrives[id(transfer)] = begin + seconds
         _add(self.result.sent_seconds, axes, count * seconds)
-      moved, flops = nbytes.get(one.name, 0.0), self._flops(one)
+      moved, flops = nbytes.get(item.name, 0.0), self._flops(item)
       memory = moved / self.chip.hbm_bytes_per_second
-      if one.op.endswith("-start"):
-        copies.start(one.name, memory)
+      if item.op.endswith("-start"):
+        copies.start(item.name, memory)
         work = 0.0
-      elif one.op.endswith("-done"):
-        work = copies.end(one.operands)
+      elif item.op.endswith("-done"):
+        work = copies.end(item.operands)
       else:
         work = max(flops / self.chip.peak_flops_per_second, memory)
         copies.use(work - memory)
-      clock += work + self._called(one)
+      clock += work + self._called(item)
       if self.cause == LINKS:
         self.result.flops += count * flops
         self.result.moved_bytes += count * moved
-        _add(self.result.parts, self._part(one), count * work)
+        _add(self.result.parts, self._part(item), count * work)
       for transfer in ends.get(at, ()):
         wait = max(0.0, arrives[id(transfer)] - clock)
         _add(self.result.waited_seconds, self._sent(transfer)[0], count * wait)
         clock += wait
     return clock
 
-  def _called(self, one: hlo.Instruction) -> float:
+  def _called(self, item: hlo.Instruction) -> float:
     """Seconds of the computations that a control instruction runs."""
-    called = dict(one.called())
-    if one.op == "while":
-      trips = scopes.mean_trips_of_name(one.op_name)
+    called = dict(item.called())
+    if item.op == "while":
+      trips = scopes.mean_trips_of_name(item.op_name)
       if trips is None:
-        trips = self.program.trips(one, called["condition"])
+        trips = self.program.trips(item, called["condition"])
       return trips * self._length(called["body"])
-    if one.op not in ("conditional", "call"):
+    if item.op not in ("conditional", "call"):
       return 0.0
-    lengths = [self._length(name) for _, name in one.called()]
+    lengths = [self._length(name) for _, name in item.called()]
     return sum(lengths) / max(len(lengths), 1)
 
   def _sent(self, transfer: hlo.Collective) -> tuple[str, float]:
@@ -219,13 +219,13 @@ class _Walk:
     )
     return axes, transfer.sent_bytes / rate
 
-  def _flops(self, one: hlo.Instruction) -> float:
-    if one.is_kernel:
-      return self.kernels.flops(one, self._includes(PASSES))
+  def _flops(self, item: hlo.Instruction) -> float:
+    if item.is_kernel:
+      return self.kernels.flops(item, self._includes(PASSES))
     return sum(
       self.program.product_flops(inner)
       * (_passes(inner) if self._includes(PASSES) else 1)
-      for inner in (one, *self.program.inside(one))
+      for inner in (item, *self.program.inside(item))
     )
 
 
@@ -278,13 +278,13 @@ class _Kernels:
     estimates: dict[str, float] = {}
     silent: dict[str, float] = {}
     for name, (count, _) in program.runs.items():
-      for one in program.computations[name].values():
-        if not one.is_kernel:
-          _add(products, part_of(one), count * program.product_flops(one))
-        elif estimate := _ESTIMATE.search(one.attributes):
-          _add(estimates, part_of(one), count * float(estimate[1]))
+      for item in program.computations[name].values():
+        if not item.is_kernel:
+          _add(products, part_of(item), count * program.product_flops(item))
+        elif estimate := _ESTIMATE.search(item.attributes):
+          _add(estimates, part_of(item), count * float(estimate[1]))
         else:
-          _add(silent, part_of(one), count)
+          _add(silent, part_of(item), count)
     self.shares: dict[str, float] = {}
     self.scales: dict[str, float] = {}
     for part in {**estimates, **silent}:
@@ -295,15 +295,15 @@ class _Kernels:
       self.shares[part] = missing / silent.get(part, 1.0)
       self.scales[part] = needed / ((estimated + missing) or 1.0)
 
-  def flops(self, kernel: hlo.Instruction, whole: bool) -> float:
+  def flops(self, kernel: hlo.Instruction, every_pass: bool) -> float:
     part = self.part_of(kernel)
     estimate = _ESTIMATE.search(kernel.attributes)
     flops = float(estimate[1]) if estimate else self.shares.get(part, 0.0)
-    return flops * (1.0 if whole else self.scales.get(part, 0.0))
+    return flops * (1.0 if every_pass else self.scales.get(part, 0.0))
 
 
-def _passes(one: hlo.Instruction) -> int:
-  return _PASSES if "operand_precision={highest" in one.attributes else 1
+def _passes(item: hlo.Instruction) -> int:
+  return _PASSES if "operand_precision={highest" in item.attributes else 1
 
 
 def _add(sums: dict[str, float], name: str, value: float) -> None:

@@ -79,8 +79,8 @@ def compile_step(network: str, arm: str, device):
   # Kernels are chosen for the GPU of the ambient mesh.
   mesh = sharding.make_mesh(MeshConfig(data=1), [device])
   with jax.set_mesh(mesh):
-    traced = jax.jit(function).trace(*arguments)
-  return traced.lower().compile(gpus.COMPILER_OPTIONS)
+    staged = jax.jit(function).trace(*arguments)
+  return staged.lower().compile(gpus.COMPILER_OPTIONS)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def measure(operator, direction, queries, sources, width):
   text = (done.stdout + done.stderr).decode(errors="replace")
   if done.returncode:
     raise RuntimeError(text[-2000:])
-  found = lambda pattern: [int(x) for x in re.findall(pattern, text)]
+  numbers = lambda pattern: [int(x) for x in re.findall(pattern, text)]
   loads = re.findall(r"\bld(?:\.global)?\S*?(?:\.v(\d))?\.[bfsu](\d+)", text)
   ((launches, moved, version),) = re.findall(
     r"^RESULT (\d+) (\d+) (\S+)$", text, re.MULTILINE
@@ -77,8 +77,8 @@ def measure(operator, direction, queries, sources, width):
   return dict(zip(FIELDS, (
     operator, direction, queries, sources, TOKENS, width, launches,
     f"{int(moved) / 1e9:.3f}", f"{2 * arrays * TOKENS * width / 1e9:.3f}",
-    max(found(r"Used (\d+) registers"), default=""),
-    sum(found(r"(\d+) bytes spill stores")),
+    max(numbers(r"Used (\d+) registers"), default=""),
+    sum(numbers(r"(\d+) bytes spill stores")),
     len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync", text)),
     max((int(v or 1) * int(b) for v, b in loads), default=""), "h100",
     version, environment.commit(),

@@ -117,10 +117,10 @@ def run(
     faulthandler.dump_traceback_later(limit, exit=True, file=2)
     made = []
     try:
-      for found in task.call():
-        made.append(found | {"task": task.name} | facts)
+      for cells in task.call():
+        made.append(cells | {"task": task.name} | facts)
         csv_rows.write(path, [*rows, *made, begun])
-        print(*(found[name] for name in FIELDS if found[name]), flush=True)
+        print(*(cells[name] for name in FIELDS if cells[name]), flush=True)
     except Exception as error:  # Compilers raise many kinds; later tasks run.
       missing = isinstance(error, NotImplementedError)
       reason = str(error) if missing else f"{type(error).__name__}: {error}"
@@ -142,7 +142,7 @@ def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
     Task(part, name, functools.partial(call, *args))
   )
   every = problems.OPERATORS.items()
-  checks = [(name, one.short if short else one.check) for name, one in every]
+  checks = [(name, op.short if short else op.check) for name, op in every]
   if platform == "gpu":  # TPUs have no kernel for several.
     checks.append(
       ("depth_merge_norm", shapes.Shape("several", 1, 7, 520, 1168))
@@ -171,10 +171,10 @@ def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
   for network, size in zip(("tiny",) if short else ("d1024", "d2048"), sizes):
     add("steps", f"steps, {network}", steps, network, 3 if short else 15)
     add("training", f"training, {size}", training, size, short, folder)
-  for name, one in every:
-    others = tuple(shape for shape in one.timed if shape not in first)
+  for name, op in every:
+    others = tuple(shape for shape in op.timed if shape not in first)
     is_first = name == "depth_attention"
-    times(name, others if not short else () if is_first else (one.short,))
+    times(name, others if not short else () if is_first else (op.short,))
   return made
 
 
@@ -253,8 +253,8 @@ def operators(
   case = functools.partial(row, f"{name} {way}", str(shape))
   rounds = 3 if short else 9
 
-  def timed(arm: str, found: timing.Seconds) -> Row:
-    median, *spread = (1e6 * seconds for seconds in found)
+  def timed(arm: str, samples: timing.Seconds) -> Row:
+    median, *spread = (1e6 * seconds for seconds in samples)
     return case(arm, median, "us", spread, 1e6 * least / rate if rate else None)
 
   for arm in dict.fromkeys((kernel, "xla")):

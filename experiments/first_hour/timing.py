@@ -50,8 +50,8 @@ def of_loops(call: Callable[[int], Any], rounds: int) -> Seconds:
 
   seconds(_SHORT)
   # The start of a program counts for little once the loop is long enough.
-  alone, count = seconds(_SHORT), 8
-  while (took := seconds(_SHORT + count) - alone) < _LOOP_SECONDS / 4:
+  overhead, count = seconds(_SHORT), 8
+  while (took := seconds(_SHORT + count) - overhead) < _LOOP_SECONDS / 4:
     count *= 4
   count = max(_SHORT, round(count * min(1.0, _LOOP_SECONDS / took)))
   pairs = [(seconds(_SHORT), seconds(_SHORT + count)) for _ in range(rounds)]

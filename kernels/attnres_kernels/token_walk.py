@@ -207,8 +207,8 @@ class Tiles:
     line = lambda x: _plgpu.layout_cast(
       jax.lax.expand_dims(x, (0,)), self._matrix
     )
-    found = jnp.sum(jnp.concatenate(list(map(line, totals)), axis=0), axis=1)
-    cut = lambda i: jax.lax.slice(found, (i,), (i + 1,))
+    lines = jnp.sum(jnp.concatenate(list(map(line, totals)), axis=0), axis=1)
+    cut = lambda i: jax.lax.slice(lines, (i,), (i + 1,))
     return [jnp.sum(cut(i)) for i in range(number)]
 
   def load(self, ref: Any) -> jax.Array:

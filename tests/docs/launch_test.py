@@ -106,7 +106,7 @@ def test_texts_fit_networks(module, arguments):
       for planned in grid.load(source.spec, source.fields):
         data.check(folder_lib.run_config(planned), offline=True)
   else:
-    for config in search.asked(search.make_parser().parse_args(arguments)):
+    for config in search.requested(search.make_parser().parse_args(arguments)):
       data.check(config, offline=True)
 
 

@@ -194,9 +194,9 @@ def _score(
           yield x * other
 
     number = len(group) * (1 + num_queries + len(dout_refs))
-    found = tiles.sums(number, terms)
+    sums = tiles.sums(number, terms)
     for i, m in enumerate(group):
-      square, *products = found[i :: len(group)]
+      square, *products = sums[i :: len(group)]
       inverse = jax.lax.rsqrt(square * (1.0 / tiles.width) + eps)
       inverse_ref[m] = inverse
       for q in range(num_queries):

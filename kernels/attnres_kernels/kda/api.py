@@ -129,14 +129,14 @@ def _check(
   sizes = {}
   shapes = ", ".join(f"{n} {x.shape}" for n, x in zip(names, arrays))
   for name, array, letters in zip(names, arrays, axes.split()):
-    wanted = f"{name} must be [{', '.join(letters)}]"
+    expected = f"{name} must be [{', '.join(letters)}]"
     if array.ndim != len(letters):
-      raise ValueError(f"{wanted}, got {array.shape} among {shapes}")
+      raise ValueError(f"{expected}, got {array.shape} among {shapes}")
     for letter, size in zip(letters, array.shape):
       if sizes.setdefault(letter, size) != size:
-        raise ValueError(f"{wanted} with {letter}={sizes[letter]}: {shapes}")
+        raise ValueError(f"{expected} with {letter}={sizes[letter]}: {shapes}")
       if letter in "KV" and not size:
-        raise ValueError(f"{wanted} with {letter} >= 1: {shapes}")
+        raise ValueError(f"{expected} with {letter} >= 1: {shapes}")
     if not jnp.issubdtype(array.dtype, jnp.floating):
       raise ValueError(f"{name} must be floating point, got {array.dtype}")
 

@@ -13,8 +13,8 @@ ROWS = csv_rows.read(f"{ROOT}/kernels/benchmarks/results/gpu_static.csv")
 
 def test_every_shape_has_both_passes():
   keys = "operator", "queries", "sources", "width", "pass"
-  found = [tuple(row[key] for key in keys) for row in ROWS]
-  assert found == [
+  cases = [tuple(row[key] for key in keys) for row in ROWS]
+  assert cases == [
     (*map(str, shape), direction)
     for shape in gpu_static.SHAPES
     for direction in gpu_static.PASSES
@@ -35,14 +35,13 @@ def test_kernels_read_once_and_spill_nothing():
 )
 def test_the_table_is_of_these_kernels(case):
   row = gpu_static.measure(case[0], "backward", *case[1:])
-  (known,) = (
-    one
-    for one in ROWS
-    if (one["operator"], one["pass"]) == (case[0], "backward")
-    and (one["queries"], one["sources"], one["width"])
-    == tuple(map(str, case[1:]))
+  (committed,) = (
+    r
+    for r in ROWS
+    if (r["operator"], r["pass"]) == (case[0], "backward")
+    and (r["queries"], r["sources"], r["width"]) == tuple(map(str, case[1:]))
   )
   same = ("launches", "GB", "spilled_bytes", "load_bits", "barriers")
-  assert {n: str(row[n]) for n in same} == {n: known[n] for n in same}
+  assert {n: str(row[n]) for n in same} == {n: committed[n] for n in same}
   # Versions of the assembler differ by a few registers.
-  assert abs(int(row["registers"]) - int(known["registers"])) <= 8
+  assert abs(int(row["registers"]) - int(committed["registers"])) <= 8

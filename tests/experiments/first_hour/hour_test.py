@@ -28,7 +28,7 @@ def go(monkeypatch, folder, calls):
   return {row["task"]: row for row in csv_rows.read(folder / "rows.csv")}
 
 
-def one(value=1.0):
+def ok(value=1.0):
   return lambda: iter([measure.row("x", measured=value)])
 
 
@@ -41,10 +41,10 @@ def fails(error):
 
 def test_errors_are_rows_and_later_tasks_run(monkeypatch, tmp_path):
   calls = {
-    "a": one(),
+    "a": ok(),
     "b": fails(RuntimeError("out of\n memory")),
     "c": fails(NotImplementedError("no kernel")),
-    "d": one(2.0),
+    "d": ok(2.0),
   }
   rows = go(monkeypatch, tmp_path, calls)
   assert [row["status"] for row in rows.values()] == [
@@ -52,7 +52,7 @@ def test_errors_are_rows_and_later_tasks_run(monkeypatch, tmp_path):
   ]  # fmt: skip
   assert rows["b"]["reason"] == "RuntimeError: out of memory"
   # A rerun repeats nothing, and runs what is new.
-  again = go(monkeypatch, tmp_path, calls | {"a": fails(Exception), "e": one()})
+  again = go(monkeypatch, tmp_path, calls | {"a": fails(Exception), "e": ok()})
   assert again.keys() == {*"abcde"} and again["a"] == rows["a"]
 
 
@@ -63,11 +63,11 @@ def test_the_task_at_which_a_process_died_has_failed(monkeypatch, tmp_path):
     raise KeyboardInterrupt
 
   with pytest.raises(KeyboardInterrupt):
-    go(monkeypatch, tmp_path, {"a": one(), "b": dies, "c": one()})
+    go(monkeypatch, tmp_path, {"a": ok(), "b": dies, "c": ok()})
   # With and without a later task.
-  rows = go(monkeypatch, tmp_path, {"a": one(), "b": one()})
+  rows = go(monkeypatch, tmp_path, {"a": ok(), "b": ok()})
   assert rows["b"]["status"] == measure.FAILED
-  rows = go(monkeypatch, tmp_path, {"a": one(), "b": one(), "c": one()})
+  rows = go(monkeypatch, tmp_path, {"a": ok(), "b": ok(), "c": ok()})
   assert [rows[name]["status"] for name in "abc"] == [
     measure.OK, measure.FAILED, measure.OK,
   ]  # fmt: skip
@@ -78,7 +78,7 @@ def test_the_task_at_the_end_of_the_time_has_not_failed(monkeypatch, tmp_path):
   def dies():
     raise KeyboardInterrupt
 
-  made = [measure.Task("rates", "a", one()), measure.Task("rates", "b", dies)]
+  made = [measure.Task("rates", "a", ok()), measure.Task("rates", "b", dies)]
   monkeypatch.setattr(measure, "tasks", lambda *_: made)
   with pytest.raises(KeyboardInterrupt):
     measure.run(tmp_path, ["rates"], True, time.monotonic() + 100)
@@ -88,25 +88,25 @@ def test_the_task_at_the_end_of_the_time_has_not_failed(monkeypatch, tmp_path):
   rows, left = measure.run(tmp_path, ["rates"], True, 0.0)
   assert [row["task"] for row in rows] == ["a"] and left == 1
   assert csv_rows.read(tmp_path / "rows.csv") == rows
-  assert "b" in go(monkeypatch, tmp_path, {"a": one(), "b": one()})
+  assert "b" in go(monkeypatch, tmp_path, {"a": ok(), "b": ok()})
 
 
 @pytest.mark.parametrize("name", measure.SAME)
 def test_rows_of_another_device_or_commit_are_refused(
   monkeypatch, tmp_path, name
 ):
-  go(monkeypatch, tmp_path, {"a": one()})
+  go(monkeypatch, tmp_path, {"a": ok()})
   rows = csv_rows.read(tmp_path / "rows.csv")
   csv_rows.write(tmp_path / "rows.csv", [row | {name: "z"} for row in rows])
   with pytest.raises(config_lib.ConfigError, match=f"rows with {name} 'z'"):
-    go(monkeypatch, tmp_path, {"b": one()})
+    go(monkeypatch, tmp_path, {"b": ok()})
 
 
 def test_loops_repeat_a_function():
-  found = timing.repeated(lambda x, y: {"sum": x + y, "x": x * 2})
+  looped = timing.repeated(lambda x, y: {"sum": x + y, "x": x * 2})
   x, y = jnp.arange(3.0), jnp.ones((1,))
-  assert list(found(3, x, y)["sum"]) == [1, 2, 3]
-  assert list(found(0, x, y)["x"]) == [0, 0, 0]
+  assert list(looped(3, x, y)["sum"]) == [1, 2, 3]
+  assert list(looped(0, x, y)["x"]) == [0, 0, 0]
   assert timing.least_bytes(lambda x, y: x + y, (x, y)) == 12 + 4 + 12
 
 
@@ -213,8 +213,8 @@ def test_pytorch_agrees():
   read = peers.PEERS["torch.compile"](operator.short.width)
   _, results = peers.program(read, problem.arrays, arguments[-2])
   out, *gradients = results()
-  wanted = [exact["result 0"], *(exact[f"d{n}"] for n in problem.names)]
-  for got, right in zip((out, *gradients), wanted, strict=True):
+  expected = [exact["result 0"], *(exact[f"d{n}"] for n in problem.names)]
+  for got, right in zip((out, *gradients), expected, strict=True):
     np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-4)
 
 
