@@ -14,7 +14,7 @@ from tests import tiers
 
 # A step of PreNorm runs through the trunk, mixers, norms, loss and optimiser.
 # Block adds its scheme, its reads and their two operators.
-MOST = {"prenorm": 24, "block_attnres": 32}
+MOST = {"prenorm": 27, "block_attnres": 33}
 _LEFT_OUT = (
   "attnres_jax/config/",
   "attnres_jax/data/",

@@ -92,7 +92,7 @@ def test_coverage(errors):
 
 
 def test_sizes_that_agree_by_chance_do_not_hide_the_seeds():
-  base, other = planted(np.random.default_rng(0), 1.2, own=0.02)
+  base, other = planted(np.random.default_rng(0), 1.2, noise=0.02)
   ratio = np.log(other.loss / base.loss).reshape(len(COMPUTE), -1)
   by_chance = np.exp(np.mean(ratio) - ratio.mean(axis=1, keepdims=True))
   other = fit.Runs(
