@@ -129,8 +129,13 @@ class Runs:
         config_lib.fail_argument(
           name, labels, f"{len(loss)} labels, one per run"
         )
-    if len({*zip(self.size, self.seed)}) != len(loss):
+    if len({*self.pairs}) != len(loss):
       config_lib.fail_argument("seed", self.seed, "no seed twice within a size")
+
+  @property
+  def pairs(self) -> list[tuple[Any, Any]]:
+    """(size, seed) of each run."""
+    return list(zip(self.size, self.seed))
 
 
 def fit_power_law(
@@ -173,73 +178,72 @@ def fit_schemes(
   Raises:
     ConfigError: a run has diverged; `without_failed` leaves it out.
   """
-  from scipy import stats  # As long as JAX to import.
-
-  for mean in runs.values():
-    refuse_failed(mean)
+  for arm in runs.values():
+    refuse_failed(arm)
   laws = {
     name: fit_power_law(arm.compute, arm.loss) for name, arm in runs.items()
   }
   means = {name: _Means.of(arm) for name, arm in runs.items()}
-  if any(mean.freedom < 1 for mean in means.values()):
-    num_samples = 0
   sizes = list(
     dict.fromkeys(size for mean in means.values() for size in mean.row)
   )
-  errors = rng.standard_normal((num_samples, len(sizes), len(sizes)))
-  chance = rng.random(num_samples)
-  samples = {}
+  pairs = list(
+    dict.fromkeys(pair for arm in runs.values() for pair in arm.pairs)
+  )
+  of_sizes, of_seeds = {}, {}
   for name, mean in means.items():
-    # Products of schemes' residuals at a size are the covariance of their
-    # errors; a size without runs has no residual.
-    residual_S = np.zeros(len(sizes))
-    at = [sizes.index(size) for size in mean.row]
-    residual_S[at] = mean.residual(laws[name])
-    scale = np.sqrt(stats.chi2.ppf(chance, max(mean.freedom, 1)))
-    error_NS = (errors @ residual_S)[:, at] / scale[:, None]
-    samples[name] = mean.moved(laws[name], error_NS)
-  by_seeds = _seed_errors(runs, means, rng, num_samples)
+    off_law = dict(zip(mean.row, mean.residual(laws[name])))
+    of_sizes[name] = _Residuals(off_law, mean.freedom)
+    apart = mean.apart(runs[name])
+    of_seeds[name] = _Residuals(apart, len(apart) - len(mean.row))
+  if any(residuals.freedom < 1 for residuals in of_sizes.values()):
+    num_samples = 0
+  drawn = [
+    _errors(rng, num_samples, sizes, labels, residuals)
+    for labels, residuals in ((sizes, of_sizes), (pairs, of_seeds))
+  ]
+  at = {
+    name: [sizes.index(s) for s in mean.row] for name, mean in means.items()
+  }
   return {
     name: Fit(
-      laws[name], samples[name], means[name].moved(laws[name], by_seeds[name])
+      law, *(means[name].moved(law, e[name][:, at[name]]) for e in drawn)
     )
-    for name in runs
+    for name, law in laws.items()
   }
 
 
-def _seed_errors(
-  runs: Mapping[str, Runs],
-  means: Mapping[str, "_Means"],
+class _Residuals(NamedTuple):
+  """Residuals of a scheme by label, in units of a run's error."""
+
+  by_label: Mapping[Any, float]
+  freedom: int
+
+
+def _errors(
   rng: np.random.Generator,
   num_samples: int,
+  sizes: Sequence[Any],
+  labels: Sequence[Any],
+  residuals: Mapping[str, _Residuals],
 ) -> dict[str, np.ndarray]:
   """Errors of the means of sizes [N, S], in units of a run's error.
 
-  Drawn with the covariance of runs around the mean of their size, over all
-  sizes; no draws if a scheme has no size with two seeds.
+  Products of schemes' residuals, summed over labels, are the covariance of
+  their errors; a label without runs has no residual. No draws if a scheme has
+  no degree of freedom.
   """
-  from scipy import stats
+  from scipy import stats  # As long as JAX to import.
 
-  pairs = {
-    name: list(zip(of_scheme.size, of_scheme.seed))
-    for name, of_scheme in runs.items()
-  }
-  labels = list(dict.fromkeys(pair for each in pairs.values() for pair in each))
-  freedom = {name: len(pairs[name]) - len(means[name].row) for name in runs}
-  if min(freedom.values(), default=0) < 1:
+  if min((r.freedom for r in residuals.values()), default=0) < 1:
     num_samples = 0
-  sizes = list(dict.fromkeys(size for size, _ in labels))
-  shape = num_samples, len(sizes), len(labels)
-  errors, chance = rng.standard_normal(shape), rng.random(num_samples)
+  errors = rng.standard_normal((num_samples, len(sizes), len(labels)))
+  chance = rng.random(num_samples)
   drawn = {}
-  for name, of_scheme in runs.items():
-    mean = dict(zip(means[name].row, means[name].y))
-    residual_R = np.zeros(len(labels))
-    for pair, loss in zip(pairs[name], of_scheme.loss):
-      residual_R[labels.index(pair)] = np.log(loss) - mean[pair[0]]
-    rows = [sizes.index(size) for size in means[name].row]
-    scale = np.sqrt(stats.chi2.ppf(chance, max(freedom[name], 1)))
-    drawn[name] = (errors @ residual_R)[:, rows] / scale[:, None]
+  for name, (by_label, freedom) in residuals.items():
+    residual_R = np.array([by_label.get(label, 0.0) for label in labels])
+    scale = np.sqrt(stats.chi2.ppf(chance, max(freedom, 1)))
+    drawn[name] = (errors @ residual_R) / scale[:, None]
   return drawn
 
 
@@ -272,6 +276,14 @@ class _Means(NamedTuple):
   def residual(self, law: PowerLaw) -> np.ndarray:
     """How far ln L is from the law, in units of a run's error."""
     return self.weight * (self.y - np.log(law(np.exp(self.x))))
+
+  def apart(self, runs: "Runs") -> dict[Any, float]:
+    """(size, seed) -> how far ln L of a run is from the mean of its size."""
+    mean = dict(zip(self.row, self.y))
+    return {
+      pair: np.log(loss) - mean[pair[0]]
+      for pair, loss in zip(runs.pairs, runs.loss)
+    }
 
   def moved(self, law: PowerLaw, error_NS: np.ndarray) -> tuple[PowerLaw, ...]:
     """The laws whose runs would have had these further errors."""
