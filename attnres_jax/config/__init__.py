@@ -16,6 +16,7 @@ This package imports neither JAX nor anything else of the library, but for
 `load_config`, which at its end builds what a config describes.
 """
 
+from attnres_jax.config.dicts import affecting as affecting
 from attnres_jax.config.dicts import affects as affects
 from attnres_jax.config.dicts import differences as differences
 from attnres_jax.config.dicts import flatten as flatten

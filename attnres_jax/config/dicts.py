@@ -24,6 +24,21 @@ def affects(name: str) -> frozenset[str]:
   return fields.affected(RunConfig, name)
 
 
+def affecting(part: fields.Checked, *effects: str) -> dict[str, Any]:
+  """The fields of a part that affect one of these, with dotted names below it.
+
+  Args:
+    part: of a config, such as its `data`.
+    *effects: some of `fields.EFFECTS`.
+  """
+  values: Any = part
+  return {
+    name: value
+    for name, value in flatten(dataclasses.asdict(values)).items()
+    if not fields.affected(type(part), name).isdisjoint(effects)
+  }
+
+
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   """Nested dict to {dotted name: value}."""
   flat = {}

@@ -126,18 +126,13 @@ class Dataset:
       [self._content(), self._tokenizer, self.num_tokens, _PACKING],
       sort_keys=True,
     )
-    return (
-      {
-        "content": hashlib.sha256(content.encode()).hexdigest()[:16],
-        "split": self._split,
-      }
-      | {
-        name: value
-        for name, value in dataclasses.asdict(self._config).items()
-        if "batches" in config_lib.affects(f"data.{name}")
-      }
-      | ({} if self._split == documents.TRAIN else {"seed": None})
-    )
+    batches = config_lib.affecting(self._config, "batches")
+    if self._split != documents.TRAIN:
+      batches["seed"] = None
+    return {
+      "content": hashlib.sha256(content.encode()).hexdigest()[:16],
+      "split": self._split,
+    } | batches
 
   def batches(self, start_batch: int = 0) -> "Batches":
     """Iterates over the rows of this process, from a global batch on.

@@ -113,12 +113,10 @@ def _pairs(
 
   And, of means of sizes, how far their seeds let them scatter.
   """
-  place = {
-    label: i for i, label in enumerate(zip(baseline.size, baseline.seed))
-  }
+  place = {label: i for i, label in enumerate(baseline.pairs)}
   by_size: dict[object, list[Sequence[float]]] = {}
   of_seeds = None
-  for i, label in enumerate(zip(other.size, other.seed)):
+  for i, label in enumerate(other.pairs):
     if label in place:
       j = place[label]
       pair = (

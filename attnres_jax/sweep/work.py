@@ -7,7 +7,6 @@
 import collections
 from collections.abc import Mapping, Sequence
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -314,12 +313,8 @@ def _text_of_others(workdir: epath.Path, run: grid.Run) -> str:
 
 def _text(run: grid.Run) -> dict[str, Any]:
   """The fields of a run that say which text it reads, and where."""
-  data = dataclasses.asdict(folder_lib.run_config(run).data)
-  return {
-    name: value
-    for name, value in data.items()
-    if config_lib.affects(f"data.{name}") & {"text", "place"}
-  }
+  data = folder_lib.run_config(run).data
+  return config_lib.affecting(data, "text", "place")
 
 
 def _leave_error(

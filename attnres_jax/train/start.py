@@ -8,7 +8,6 @@ anew. The networks have to be the same, field by field.
 """
 
 import dataclasses
-from typing import Any
 
 from etils import epath
 import jax
@@ -87,7 +86,12 @@ def find(config: config_lib.RunConfig) -> Source:
     )
   info, _ = checkpoint.describe(source.run, source.step)
   model = config_lib.build_run_config(info["config"]).model
-  changes = _differences(model, config.model)
+  changes = config_lib.differences(
+    *(
+      config_lib.affecting(network, "function", "precision")
+      for network in (model, config.model)
+    )
+  )
   if changes:
     listed = ", ".join(
       f"config.model.{name} ({old!r} there, {new!r} here)"
@@ -99,16 +103,3 @@ def find(config: config_lib.RunConfig) -> Source:
       f"a run of the same network; differing: {listed}",
     )
   return source
-
-
-def _differences(
-  old: config_lib.ModelConfig, new: config_lib.ModelConfig
-) -> dict[str, tuple[Any, Any]]:
-  differing = config_lib.differences(
-    *(dataclasses.asdict(model) for model in (old, new))
-  )
-  return {
-    name: pair
-    for name, pair in differing.items()
-    if config_lib.affects(f"model.{name}") & {"function", "precision"}
-  }
