@@ -45,6 +45,7 @@ def _at(workdir, step, config):
   return _state(workdir, config)
 
 
+@pytest.mark.more
 def test_mean_of_the_last_weights(fields, tmp_path):
   tiny_run.train_here(tmp_path, fields)
   config = tiny_run.config(fields).with_vocab_size(257)

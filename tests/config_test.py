@@ -22,6 +22,7 @@ from attnres_jax.data import tokenizer
 from attnres_jax.models import residuals
 from attnres_jax.optimizer import schedules
 from attnres_jax.scaling import grid
+from tests import tiers
 
 
 def _build(**overrides):
@@ -397,11 +398,12 @@ def test_what_a_step_would_refuse_is_refused_when_a_config_is_loaded(
   assert str(error.value).startswith("config.")
 
 
-def test_loading_a_config_starts_no_device():
+@tiers.parametrize("names", [["block_attnres"], [*residuals.RESIDUALS]])
+def test_loading_a_config_starts_no_device(names):
   """A process of several may not have, before it is connected."""
   program = (
     "from attnres_jax import config as c, models\n"
-    f"for name in {[*residuals.RESIDUALS]}:\n"
+    f"for name in {names}:\n"
     f"  c.load_config({MICRO!r}, {{'model.residual.name': name}})\n"
     "from jax._src import xla_bridge as b\n"
     "assert not b.backends_are_initialized()"

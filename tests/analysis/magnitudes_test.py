@@ -50,6 +50,7 @@ def test_against_the_definitions(name):
     # Keys and values have norms of their own.
     ("mudd", {}),
   ],
+  first=0,
 )
 def test_gradient_norm_per_block(name, fields):
   model, tokens = networks.network(name, **fields), networks.tokens(2, 6)

@@ -134,6 +134,7 @@ def test_a_second_plan_replaces_the_first(file):
   assert len(file.read_text().splitlines()) == 2
 
 
+@pytest.mark.more
 def test_a_run_takes_its_plan(tmp_path):
   fields = tiny_run.corpus(tmp_path) | PLANNED
   fields |= {"train.steps": 2, "optim.warmup_steps": 0, "data.batch_size": 16}

@@ -26,6 +26,7 @@ ALL_KINDS = tiny_network.KINDS | dict(
 )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "fields",
   [

@@ -77,7 +77,8 @@ def test_what_comes_along_is_small_and_has_its_origin():
     # Of its own text, it knows what follows. Bytes at random cost 5.5 nats.
     text = b"import os\nimport sys\n\n\ndef main(argv=None):\n  return "
     tokens_BT = jnp.asarray([[256, *text]])
-    log_BTV = jax.nn.log_softmax(model(tokens_BT).astype(jnp.float32))
+    logits_BTV = jax.jit(lambda model, tokens: model(tokens))(model, tokens_BT)
+    log_BTV = jax.nn.log_softmax(logits_BTV.astype(jnp.float32))
     told_BT = log_BTV[0, jnp.arange(len(text)), tokens_BT[0, 1:]]
     assert -jnp.mean(told_BT) < 1.5
 

@@ -101,7 +101,7 @@ def test_without_the_factor_it_is_another_function(plain, expected):
   assert np.abs(_both(mean)[0] - expected[0]).max() > 0.05
 
 
-@tiers.parametrize("scan_layers", [True, False])
+@tiers.parametrize("scan_layers", [True, False], first=0)
 def test_decoding(plain, scan_layers):
   """A chunk and a token; without a scan, the token has separate reads."""
   plain = trees.from_flat(

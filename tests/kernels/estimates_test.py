@@ -56,6 +56,7 @@ def test_of_sums_of_rows():
   assert estimate == flops * (2048 // 256 + 512 // 128 - 1) * 328 / 384
 
 
+@pytest.mark.more
 def test_of_kda():
   """At the usual sizes of chunks and heads."""
   heads = jax.ShapeDtypeStruct((2, 256, 16, 128), jnp.bfloat16)

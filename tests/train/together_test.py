@@ -107,6 +107,7 @@ def test_a_seed_equals_its_ordinary_run(runs, ordinary, tmp_path, capfd):
   )
 
 
+@pytest.mark.more
 def test_groups_resume_where_they_were_stopped(runs, ordinary, tmp_path):
   folder_lib.prepare(tmp_path, runs, "here")
   for scheme, steps in zip(SCHEMES, (4, 2)):

@@ -51,6 +51,7 @@ def laptop(tmp_path):
   return folder, folder_lib.prepare(folder, grid.load(SPEC), SPEC)
 
 
+@pytest.mark.more
 def test_whole_sweep(laptop):
   folder, runs = laptop
   for run in runs:

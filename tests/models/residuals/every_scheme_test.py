@@ -103,7 +103,7 @@ def _schemes():
 
 
 @pytest.mark.usefixtures("float64")
-@tiers.parametrize("name", list(_schemes()), first=["block_attnres", "mhc"])
+@tiers.parametrize("name", list(_schemes()), first=["block_attnres"])
 def test_scan_loop_parts_and_checkpoints_agree(name):
   kinds, scheme = _kinds(name), _scheme(name)
   layers, embedding = trunks.toy(4, pre_norm=scheme.pre_norm)
