@@ -13,7 +13,7 @@ from tests import tiny_run
 
 HEAVY = (
   "jax", "flax", "optax", "orbax", "grain", "tensorstore", "scipy.stats",
-  "matplotlib",
+  "matplotlib", "pandas",
 )  # fmt: skip
 # All that can be imported: NumPy, configs, the flags of commands.
 MOST_MODULES = 700

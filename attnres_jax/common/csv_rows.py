@@ -42,9 +42,12 @@ def text(rows: Iterable[Mapping[str, Any]]) -> str:
   return written.getvalue()
 
 
-def read(path: os.PathLike[str] | str) -> list[dict[str, str]]:
-  """The rows of a file, with every cell as text."""
-  return parse(epath.Path(path).read_text())
+def read(
+  path: os.PathLike[str] | str, missing_ok: bool = False
+) -> list[dict[str, str]]:
+  """The rows of a file, with every cell as text; see `missing_ok` of unlink."""
+  path = epath.Path(path)
+  return [] if missing_ok and not path.exists() else parse(path.read_text())
 
 
 def parse(content: str) -> list[dict[str, str]]:
@@ -56,6 +59,6 @@ def put(
   path: os.PathLike[str] | str, row: Mapping[str, Any], key: Sequence[str]
 ) -> None:
   """Adds a row to a file, in place of that with the same cells of `key`."""
-  rows = read(path) if epath.Path(path).exists() else []
+  rows = read(path, missing_ok=True)
   same = lambda old: all(old[name] == str(row[name]) for name in key)
   write(path, [*(old for old in rows if not same(old)), row])

@@ -13,26 +13,15 @@ and the order of the data, so that runs of one seed are pairs.
 
 from collections.abc import Sequence
 import sys
-from typing import Any
-
-from etils import epath
 
 from attnres_jax.sweep import cli
-
-
-def render(folder: epath.Path, progress: Sequence[Any]) -> str:
-  """The page; figures are imported once there is something to draw."""
-  from attnres_jax.sweep.pages import sweep_page
-
-  return sweep_page.render(folder, progress)
-
 
 EXPERIMENT = cli.Experiment(
   program="python -m attnres_jax.sweep",
   description=__doc__ or "",
   config=None,
   workdir=None,
-  render=render,
+  render=cli.render_in("attnres_jax.sweep.pages.sweep_page"),
 )
 
 

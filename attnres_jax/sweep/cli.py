@@ -61,6 +61,15 @@ class Experiment:
   refresh_seconds: float = 60.0
 
 
+def render_in(module: str) -> Callable[[epath.Path, Sequence[Any]], str]:
+  """`render` of a module, imported once there is something to draw."""
+
+  def render(folder: epath.Path, progress: Sequence[Any]) -> str:
+    return importlib.import_module(module).render(folder, progress)
+
+  return render
+
+
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   options = make_parser(experiment).parse_args(argv)
@@ -115,7 +124,7 @@ def source(options: argparse.Namespace) -> str:
 
 def _check_installed() -> None:
   """Refuses a launch that could not draw its report in the end."""
-  for name in ("jinja2", "matplotlib"):
+  for name in ("jinja2", "matplotlib", "pandas"):
     if importlib.util.find_spec(name) is None:
       raise ImportError(
         f'the report needs {name}: pip install "attnres-jax[plots]"'

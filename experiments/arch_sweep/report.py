@@ -9,13 +9,13 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax.analysis import figures
-from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import monitor
+from attnres_jax.sweep.pages import losses as losses_lib
 from attnres_jax.sweep.pages import page
 from attnres_jax.sweep.pages import svg
 from attnres_jax.sweep.pages import sweep_page
-from experiments.pages import sweep
+from experiments.pages import readme
 
 BASELINE, OTHER = "prenorm", "full_attnres"
 
@@ -30,8 +30,7 @@ def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
 
 def results(rows: Sequence[Row]) -> str:
   """Markdown for the README."""
-  parts = table(rows).markdown(), gains(rows), sweep.origin(rows)
-  return "\n\n".join(parts)
+  return readme.text(table(rows), gains(rows), readme.origin(rows, runs=True))
 
 
 def figure(rows: Sequence[Row]) -> figure_lib.Figure:
@@ -48,22 +47,15 @@ def heatmaps(
   Losses are [rhos, etas], means over seeds; NaN if no run is done.
   """
   rows = [row for row in rows if {"rho", "eta"} <= row.keys()]
-  rhos = sorted({float(row["rho"]) for row in rows})
-  etas = sorted({float(row["eta"]) for row in rows})
-  cells: dict[tuple[str, float, float], list[float]] = {}
-  for row in rows:
-    key = row["residual"], float(row["rho"]), float(row["eta"])
-    cells.setdefault(key, []).append(fit_lib.loss_of(row))
+  if not rows:
+    return [], [], {}
+  runs = losses_lib.frame(rows).astype({"rho": float, "eta": float})
+  rhos, etas = (sorted(runs[name].unique()) for name in ("rho", "eta"))
   losses = {
-    scheme: np.array(
-      [
-        [np.mean(cells.get((scheme, rho, eta), [np.nan])) for eta in etas]
-        for rho in rhos
-      ]
-    )
-    for scheme in dict.fromkeys(row["residual"] for row in rows)
+    scheme: arm.pivot_table("loss", "rho", "eta").reindex(rhos, columns=etas)
+    for scheme, arm in runs.groupby("residual", sort=False)
   }
-  return rhos, etas, losses
+  return rhos, etas, {name: cells.to_numpy() for name, cells in losses.items()}
 
 
 def table(rows: Sequence[Row]) -> page.Table:

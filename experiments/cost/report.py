@@ -7,6 +7,7 @@ import functools
 from attnres_jax.analysis import figures
 from attnres_jax.pipeline import __main__ as pipeline
 from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.sweep.pages import page
 from experiments.cost import networks
 from experiments.pages import readme as readme_lib
 
@@ -76,13 +77,11 @@ def timed(rows: Sequence[Row], programs: Mapping[str, str]) -> str:
   lines: dict[tuple[str, ...], dict[str, str]] = {}
   for row in shown:
     where = row["network"], row["batch"], row["tokens"], label(row["arm"])
-    lines.setdefault(where, {})[row["program"]] = _cell(row)
+    cells = lines.setdefault(where, dict.fromkeys(programs, ""))
+    cells[row["program"]] = _cell(row)
   header = ("network", "rows", "tokens", "arm", *programs.values())
-  table = [
-    [*where, *(cells.get(name, "") for name in programs)]
-    for where, cells in lines.items()
-  ]
-  return readme_lib.with_origin(readme_lib.table(header, table), shown)
+  table = [[*where, *cells.values()] for where, cells in lines.items()]
+  return _text(header, table, shown)
 
 
 def compiled(rows: Sequence[Row], programs: Sequence[str]) -> str:
@@ -106,7 +105,7 @@ def compiled(rows: Sequence[Row], programs: Sequence[str]) -> str:
   if serves:
     header[6:6] = ["least GB"]
     header.append("depth reads")
-  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+  return _text(header, lines, shown)
 
 
 def latency(rows: Sequence[Row]) -> str:
@@ -132,7 +131,7 @@ def latency(rows: Sequence[Row]) -> str:
     for where, group in groups.items()
   ]  # fmt: skip
   header = ("step", "chip", "scheme", "bytes", "estimate", "depth reads, most")
-  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+  return _text(header, lines, shown)
 
 
 def prompts(rows: Sequence[Row]) -> str:
@@ -148,7 +147,7 @@ def prompts(rows: Sequence[Row]) -> str:
     "network", "scheme", "devices", "tokens at once", "before them",
     "blocks, GB", "all temporaries, GB", "collectives",
   )  # fmt: skip
-  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+  return _text(header, lines, shown)
 
 
 def experts(rows: Sequence[Row]) -> str:
@@ -169,7 +168,7 @@ def experts(rows: Sequence[Row]) -> str:
     "least GB (ratio)", "fused, least GB (ratio)", "GB sent",
     "allocated, GiB", "ms",
   )  # fmt: skip
-  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+  return _text(header, lines, shown)
 
 
 def vectors(rows: Sequence[Row]) -> str:
@@ -184,7 +183,7 @@ def vectors(rows: Sequence[Row]) -> str:
     for row in shown
   ]  # fmt: skip
   header = ("depth", "scheme", "printed", "counted", "reads", "writes")
-  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+  return _text(header, lines, shown)
 
 
 def sentence(rows: Sequence[Row]) -> str:
@@ -233,7 +232,7 @@ def transfers(_: readme_lib.Rows = ()) -> str:
     layout = layout_lib.Layout(ranks, stages, 1, chunks)
     cells = [pipeline.sends(layout, rule) for rule in layout_lib.RULES]
     lines.append([f"{ranks}, {stages}, {chunks}", *sum(cells, ())])
-  return readme_lib.table(header, lines)
+  return readme_lib.text(page.Table(header, lines))
 
 
 PLACES = [
@@ -247,6 +246,12 @@ PLACES = [
     document=f"{_ROOT}/kernels/benchmarks/results/README.md",
   ),
 ]
+
+
+def _text(
+  header: Sequence[str], lines: Sequence[Sequence[str]], rows: Sequence[Row]
+) -> str:
+  return readme_lib.text(page.Table(header, lines), readme_lib.origin(rows))
 
 
 def _compiled(rows: Sequence[Row], *programs: str) -> list[Row]:
@@ -318,7 +323,5 @@ def _cell(row: Row) -> str:
 
 
 def _range_of(row: Row) -> str:
-  value, low, high = (
-    f"{float(row[name]):.2f}" for name in ("ratio", "ratio_min", "ratio_max")
-  )
-  return f"{value} ({low} to {high})"
+  value, *ends = (float(row[f"ratio{end}"]) for end in ("", "_min", "_max"))
+  return str(page.interval(value, *ends, digits=2, ends=page.RANGE))

@@ -288,7 +288,7 @@ def vectors() -> Iterator[Row]:
 
 def put(path: str | os.PathLike[str], row: Row) -> None:
   """Writes a row in place of the one with the same keys."""
-  rows = csv_rows.read(path) if pathlib.Path(path).exists() else []
+  rows = csv_rows.read(path, missing_ok=True)
   keyed = {report.key(r): r for r in rows}
   text = {name: str(row.get(name, "")) for name in report.COLUMNS}
   csv_rows.write(path, (keyed | {report.key(text): text}).values())

@@ -102,11 +102,12 @@ def lead(rows: Sequence[variants.Row]) -> str:
 
 def results(rows: Sequence[variants.Row]) -> str:
   """For the README: what the losses say, then the losses."""
-  spread = variants.spread_of(rows, config.STUDY)
-  parts = [lead(rows), variants.table(config.STUDY, rows).markdown()]
-  if spread is not None:
-    parts.append(variants.protocol(spread))
-  return "\n\n".join([*parts, sweep.origin(rows)])
+  return readme.text(
+    lead(rows),
+    variants.table(config.STUDY, rows),
+    variants.protocol(config.STUDY, rows),
+    readme.origin(rows, runs=True),
+  )
 
 
 def look(folder: epath.Path, run: grid.Run) -> Look:
@@ -135,7 +136,7 @@ def _depth(looks_of: Mapping[str, Look]) -> page.Html:
       text=what(reads, kind),
     )
 
-  return page.join(
+  return page.Html("").join(
     draw(scheme, seen.depth_weights, kind)
     for scheme, seen in looks_of.items()
     if seen.depth_weights is not None
@@ -175,7 +176,7 @@ def _magnitudes(looks_of: Mapping[str, Look]) -> page.Html:
     figures.legend(figure, axes, columns=2)
     return svg.to_svg(figure, name)
 
-  return page.join(map(draw, ("state_rms", "grad_norm")))
+  return page.Html("").join(map(draw, ("state_rms", "grad_norm")))
 
 
 _, PUBLISHED = sweep.experiment(

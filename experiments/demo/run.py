@@ -13,28 +13,16 @@ Writes report.html, one file that works offline, to --workdir; it follows while
 the demo trains.
 """
 
-from collections.abc import Sequence
 import sys
-from typing import Any
-
-from etils import epath
 
 from attnres_jax.sweep import cli
-
-
-def render(folder: epath.Path, progress: Sequence[Any]) -> str:
-  """The page; figures are imported once there is something to draw."""
-  from experiments.demo import report
-
-  return report.render(folder, progress)
-
 
 EXPERIMENT = cli.Experiment(
   program="python -m experiments.demo.run",
   description=__doc__ or "",
   config="experiments/demo/config.py",
   workdir="runs/demo",
-  render=render,
+  render=cli.render_in("experiments.demo.report"),
   launcher="together",
   refresh_seconds=20.0,
 )

@@ -8,6 +8,7 @@ from typing import Any
 from attnres_jax.scaling import pairs
 from attnres_jax.sweep.pages import page
 from experiments.depth_heads import config
+from experiments.pages import readme
 from experiments.pages import variants
 
 
@@ -52,11 +53,10 @@ def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
   means = _difference(_mean(random.values()), _mean(zero.values()), None)
   by_heads.append(["mean of these", means])
   labels = [config.LABELS[series] for series in (config.ZERO, config.RANDOM)]
-  tables = (
+  return readme.text(
     page.Table(("difference of two arms", *labels), by_start),
     page.Table(("random queries minus zero", "difference"), by_heads),
   )
-  return "\n\n".join(table.markdown() for table in tables)
 
 
 def _difference(

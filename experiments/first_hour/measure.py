@@ -88,7 +88,7 @@ def run(
   """
   facts = environment.facts() | {"form": "short" if short else "full"}
   path = folder / "rows.csv"
-  rows = csv_rows.read(path) if path.exists() else []
+  rows = csv_rows.read(path, missing_ok=True)
   for old, name in ((old, name) for old in rows for name in SAME):
     if old[name] != facts[name]:
       raise config_lib.ConfigError(

@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 from attnres_jax.common import csv_rows
+from attnres_jax.sweep.pages import page
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from experiments.pages import readme
@@ -39,8 +40,8 @@ def compiled(
       cells.append(" / ".join(_written(cell, row) for row in line))
     written.append([kernel * (kernel != last), label, *cells])
     last = kernel
-  table = readme.table(["kernel", "shape", *chips], written)
-  return readme.with_origin(table, used)
+  table = page.Table(["kernel", "shape", *chips], written)
+  return readme.text(table, readme.origin(used))
 
 
 def of_device(rows: readme.Rows) -> str:
@@ -63,8 +64,8 @@ def of_device(rows: readme.Rows) -> str:
     what = [row["name"] * (row["name"] != "step"), row["arm"]]
     measured = f"{row['measured']} {row['unit']}{spread}"
     lines.append([", ".join(filter(None, what)), row["case"], measured])
-  table = readme.table(["what", "case", "measured"], lines)
-  return readme.with_origin(f"{' '.join(parts)}\n\n{table}", rows)
+  table = page.Table(["what", "case", "measured"], lines)
+  return readme.text(" ".join(parts), table, readme.origin(rows))
 
 
 def of_reads(_: readme.Rows) -> str:
@@ -81,7 +82,7 @@ def of_reads(_: readme.Rows) -> str:
     for key, by_arm in cells.items()
   ]
   header = ["", "queries, sources, tokens, width", "", *arms]
-  return readme.with_origin(readme.table(header, lines), rows)
+  return readme.text(page.Table(header, lines), readme.origin(rows))
 
 
 def of_gpu_kernels(_: readme.Rows) -> str:
@@ -97,8 +98,8 @@ def of_gpu_kernels(_: readme.Rows) -> str:
       f" {row['barriers']}"
     )
   header = ["kernel", "Q, M, D", *_WAYS]
-  table = readme.table(header, [[*key, *cells] for key, cells in lines.items()])
-  return readme.with_origin(table, rows)
+  table = page.Table(header, [[*key, *cells] for key, cells in lines.items()])
+  return readme.text(table, readme.origin(rows))
 
 
 def _written(cell: str, row: Mapping[str, str]) -> str:

@@ -2,14 +2,13 @@
 """The rate of each arm, and the four contrasts that were chosen beforehand."""
 
 from collections.abc import Mapping, Sequence
-import statistics
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
+from attnres_jax.sweep.pages import losses as losses_lib
 from attnres_jax.sweep.pages import page
 from experiments.laptop_gain import config
 from experiments.pages import readme
@@ -24,28 +23,20 @@ class Contrast(NamedTuple):
   """One arm minus another, over paired seeds.
 
   Attributes:
-    difference: mean final loss of the first minus the second, nats per token.
-    margin: half the width of the 95 % t interval of this contrast alone.
+    apart: final loss of the first minus the second, nats per token, with the
+      95 % t interval of this contrast alone.
     p: of the paired t test, adjusted by Holm's method.
-    seeds: number of pairs.
   """
 
-  difference: float
-  margin: float
+  apart: pairs.Difference
   p: float
-  seeds: int
 
 
-def mean_losses(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
-  """Mean validation losses in nats per token, by arm and by rate."""
-  losses: dict[str, dict[float, list[float]]] = {}
-  for row in rows:
-    by_rate = losses.setdefault(row["arm"], {})
-    by_rate.setdefault(float(row["rate"]), []).append(fit_lib.loss_of(row))
-  return {
-    arm: {rate: statistics.fmean(by_rate[rate]) for rate in sorted(by_rate)}
-    for arm, by_rate in losses.items()
-  }
+def mean_losses(rows: Sequence[Row]) -> losses_lib.Frame:
+  """Mean validation losses in nats per token: a row per arm, rates across."""
+  frame = losses_lib.frame(rows).astype({"rate": float})
+  means = frame.pivot_table("loss", "arm", "rate", sort=False)
+  return means[sorted(means)]
 
 
 def contrasts(
@@ -58,21 +49,17 @@ def contrasts(
     column: with the losses.
   """
   losses = pairs.losses(rows, "arm", column)
-  by_arms, tests = {}, []
+  apart = {}
   for arm, other in config.CONTRASTS:
-    seeds = sorted(losses.get(arm, {}).keys() & losses.get(other, {}).keys())
-    if len(seeds) > 1:
-      apart = [losses[arm][seed] - losses[other][seed] for seed in seeds]
-      test = stats.ttest_1samp(apart, 0.0)
-      low, high = test.confidence_interval(1 - ERROR)
-      mean = statistics.fmean(apart)
-      by_arms[arm, other] = Contrast(mean, (high - low) / 2, 1.0, len(seeds))
-      tests.append(test.pvalue)
-  adjusted = holm(tests)
-  return {
-    names: contrast._replace(p=p)
-    for (names, contrast), p in zip(by_arms.items(), adjusted, strict=True)
-  }
+    arms = losses.get(arm, {}), losses.get(other, {})
+    difference = pairs.difference(*arms, level=1 - ERROR)
+    if len(difference.by_seed) > 1:
+      apart[arm, other] = difference
+  tests = [
+    stats.ttest_1samp([*x.by_seed.values()], 0.0) for x in apart.values()
+  ]
+  adjusted = holm([test.pvalue for test in tests])
+  return dict(zip(apart, map(Contrast, apart.values(), adjusted)))
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -87,15 +74,13 @@ def holm(values: Sequence[float]) -> list[float]:
 
 def rates(rows: Sequence[Row]) -> str:
   """A table of mean losses; each arm's lowest is bold."""
-  tried = sorted({float(row["rate"]) for row in rows})
-  lines = []
-  for arm, means in mean_losses(rows).items():
-    best = min(means, key=lambda rate: means[rate])
-    cells = {rate: f"{loss:.4f}" for rate, loss in means.items()}
-    cells[best] = f"**{cells[best]}**"
-    lines.append([config.LABELS[arm], *(cells.get(rate, "") for rate in tried)])
-  header = ["arm", *(f"{rate:g}" for rate in tried)]
-  return readme.with_origin(page.Table(header, lines).markdown(), rows)
+  means = mean_losses(rows)
+  lines = [
+    [config.LABELS[arm], *losses_lib.bold(row, row.idxmin())]
+    for arm, row in means.iterrows()
+  ]
+  table = page.Table(["arm", *(f"{rate:g}" for rate in means)], lines)
+  return readme.text(table, readme.origin(rows))
 
 
 def results(rows: Sequence[Row]) -> str:
@@ -105,20 +90,15 @@ def results(rows: Sequence[Row]) -> str:
     return "Not run yet."
   lines = []
   for names, contrast in compared.items():
-    outcome = "not rejected"
-    if contrast.p < ERROR:
-      outcome = "gains" if contrast.difference < 0 else "harms"
-    lines.append(
-      [
-        _label(names),
-        str(contrast.seeds),
-        _interval(contrast),
-        f"{contrast.p:.4f}" if contrast.p >= 1e-4 else "< 0.0001",
-        outcome,
-      ]
-    )
+    apart, p = contrast
+    outcome = "gains" if apart.mean < 0 else "harms"
+    lines.append([
+      _label(names), len(apart.by_seed), page.difference(apart),
+      f"{p:.4f}" if p >= 1e-4 else "< 0.0001",
+      outcome if p < ERROR else "not rejected",
+    ])  # fmt: skip
   header = ["contrast", "seeds", "nats per token", "p, by Holm", "outcome"]
-  return readme.with_origin(page.Table(header, lines).markdown(), rows)
+  return readme.text(page.Table(header, lines), readme.origin(rows))
 
 
 def course(rows: Sequence[Row]) -> str:
@@ -128,11 +108,11 @@ def course(rows: Sequence[Row]) -> str:
   columns = [*(f"loss_{place}" for place in places), "validation_loss"]
   compared = [contrasts(rows, column) for column in columns]
   lines = [
-    [_label(names), *(_interval(of_column[names]) for of_column in compared)]
+    [_label(names), *(page.difference(at[names].apart) for at in compared)]
     for names in compared[-1]
   ]
   words = (place.replace("_", " ") for place in places)
-  return page.Table(["contrast", *words, "end"], lines).markdown()
+  return readme.text(page.Table(["contrast", *words, "end"], lines))
 
 
 def gain(rows: Sequence[Row]) -> str:
@@ -152,16 +132,11 @@ def gain(rows: Sequence[Row]) -> str:
 
 
 def _outcome(contrast: Contrast) -> str:
+  text = page.difference(contrast.apart, 3)
   if contrast.p >= ERROR:
-    return f"shows no gain in the end ({_interval(contrast, 3)})"
-  size = f"{abs(contrast.difference):.3f} ± {contrast.margin:.3f}"
-  side = "below" if contrast.difference < 0 else "above"
-  return f"ends {size} nats per token {side} PreNorm"
-
-
-def _interval(contrast: Contrast, digits: int = 4) -> str:
-  difference = page.signed(contrast.difference, digits)
-  return f"{difference} ± {contrast.margin:.{digits}f}"
+    return f"shows no gain in the end ({text})"
+  side = "below" if contrast.apart.mean < 0 else "above"
+  return f"ends {text[1:]} nats per token {side} PreNorm"
 
 
 def _label(names: tuple[str, str]) -> str:

@@ -16,6 +16,7 @@ from scipy import stats
 from attnres_jax import analysis
 from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
+from attnres_jax.sweep.pages import page
 from experiments.ablations import config as ablations
 from experiments.pages import readme
 
@@ -58,21 +59,20 @@ def _style(variant: str) -> dict[str, Any]:
 
 def _spread(values: Sequence[float], digits: int = 2) -> str:
   """The mean over networks, and their range if there are several."""
-  text = f"{np.mean(values):.{digits}f}"
-  if len(values) > 1:
-    text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
-  return text
+  ends = (min(values), max(values)) if len(values) > 1 else (None, None)
+  mean = float(np.mean(values))
+  return str(page.interval(mean, *ends, digits, page.RANGE))
 
 
-def _with_origin(table: str, rows: Sequence[Row], *series: str) -> str:
-  """A table, and the seeds and the origin of its rows."""
+def _origin(rows: Sequence[Row], *series: str) -> str:
+  """The seeds and the origin of the rows of some series."""
   used = [row for row in rows if row["series"] in series]
   seeds = {
     label(name): ", ".join(map(str, sorted(by_seed)))
     for name, by_seed in of_series(used, series[0]).items()
   }
   text = "; ".join(f"{name} {seen}" for name, seen in seeds.items())
-  return f"{table}\n\nSeeds: {text}. {readme.origin(used)}"
+  return f"Seeds: {text}. {readme.origin(used)}"
 
 
 def magnitudes(rows: Sequence[Row]) -> str:
@@ -88,8 +88,8 @@ def magnitudes(rows: Sequence[Row]) -> str:
         for size in MAGNITUDES
       ]
       lines.append([f"{label(variant)}, {words}", *cells])
-  table = readme.table(["", *MAGNITUDES.values()], lines)
-  return _with_origin(table, rows, "state_rms")
+  table = page.Table(["", *MAGNITUDES.values()], lines)
+  return readme.text(table, _origin(rows, "state_rms"))
 
 
 class Reads(NamedTuple):
@@ -181,8 +181,11 @@ def patterns(rows: Sequence[Row]) -> str:
     "share of all costs in the tenth with the largest weights",
     "largest cost, nats per token",
   )  # fmt: skip
-  tables = readme.table(["", *columns], lines), readme.table(header, removals)
-  return _with_origin("\n\n".join(tables), rows, "mlp", "importance")
+  return readme.text(
+    page.Table(["", *columns], lines),
+    page.Table(header, removals),
+    _origin(rows, "mlp", "importance"),
+  )
 
 
 def removed(importance: Any, weights: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -220,7 +223,7 @@ def matrices(rows: Sequence[Row]) -> str:
     "residual", "share of the newest", "share of the embedding", "reach",
     "overlap with an even mixture", "rank", "networks",
   )  # fmt: skip
-  return _with_origin(readme.table(header, lines), rows, "matrix")
+  return readme.text(page.Table(header, lines), _origin(rows, "matrix"))
 
 
 def numbers(matrix: np.ndarray) -> tuple[float, float, float, float]:

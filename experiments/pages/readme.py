@@ -50,8 +50,7 @@ class Published(NamedTuple):
     """Committed rows, or adopted ones; empty if there is no such file yet."""
     if name in self.adopted:
       return self.adopted[name]
-    path = self.folder / f"{name}.csv"
-    return csv_rows.read(path) if path.exists() else []
+    return csv_rows.read(self.folder / f"{name}.csv", missing_ok=True)
 
   def filled(self) -> dict[pathlib.Path, str]:
     """The text of every document, filled from the committed rows.
@@ -89,13 +88,23 @@ def fill(text: str, place: str, content: str) -> str:
   return comments.sub(lambda m: f"{m[1]}\n{content.strip()}\n\n{m[3]}", text)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """A Markdown table."""
-  return page.Table(header, rows).markdown()
+def text(*parts: str | page.Table | None) -> str:
+  """Paragraphs and tables in Markdown; without tables that have no rows."""
+  return "\n\n".join(
+    part.markdown() if isinstance(part, page.Table) else part
+    for part in parts
+    if part and (not isinstance(part, page.Table) or part.rows)
+  )
 
 
-def origin(rows: Rows) -> str:
-  """Where rows come from: all machines, versions and commits, a sentence."""
+def origin(rows: Rows, runs: bool = False) -> str:
+  """Where rows come from: all machines, versions and commits, a sentence.
+
+  Args:
+    rows: committed ones.
+    runs: whether they are runs of a sweep, whose seeds, hours and text come
+      first.
+  """
 
   def each(column: str) -> str:
     cells = (str(row.get(column) or "") for row in rows)
@@ -106,11 +115,12 @@ def origin(rows: Rows) -> str:
     ("libtpu", "libtpu "), ("torch", "PyTorch "), ("commit", "commit "),
   )  # fmt: skip
   parts = [f"{word}{each(column)}" for column, word in named if each(column)]
+  if runs:
+    seeds = sorted({int(row["seed"]) for row in rows})
+    hours = sum(float(row["seconds"]) for row in rows) / 3600
+    parts[:0] = [
+      f"{len(rows)} runs, seed{'s' * (len(seeds) > 1)}"
+      f" {', '.join(map(str, seeds))}, {hours:.1f} hours in all",
+      f"text {', '.join(sorted({row['data'] for row in rows}))}",
+    ]
   return "; ".join(parts) + "."
-
-
-def with_origin(text: str, rows: Rows) -> str:
-  """A table, and where its rows come from; without rows, a sentence."""
-  if not rows:
-    return "No rows yet."
-  return f"{text}\n\n{origin(rows)}"

@@ -53,15 +53,4 @@ def experiment(
 
 def results(rows: Sequence[Row]) -> str:
   """For a README: the losses and their origin."""
-  return f"{losses.table(rows).markdown()}\n\n{origin(rows)}"
-
-
-def origin(rows: Sequence[Row]) -> str:
-  """One sentence on the origin of committed rows."""
-  seeds = sorted({int(row["seed"]) for row in rows})
-  named = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-  hours = sum(float(row["seconds"]) for row in rows) / 3600
-  return (
-    f"{len(rows)} runs, {named}, {hours:.1f} hours in all; text"
-    f" {sweep_page.values_of(rows, 'data')}; {readme.origin(rows)}"
-  )
+  return readme.text(losses.table(rows), readme.origin(rows, runs=True))

@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 import functools
-import math
 import pathlib
 import statistics
 from typing import Any
@@ -17,10 +16,11 @@ from attnres_jax.analysis import figures
 from attnres_jax.common import csv_rows
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
+from attnres_jax.scaling import paper
 from attnres_jax.sweep import cli
+from attnres_jax.sweep.pages import losses as losses_lib
 from attnres_jax.sweep.pages import page
 from attnres_jax.sweep.pages import sweep_page
-from experiments import variants
 from experiments.pages import readme
 from experiments.pages import sweep
 from experiments.variants import BASELINE
@@ -29,7 +29,6 @@ from experiments.variants import TWICE
 from experiments.variants import Study
 
 _RATE, _BUDGET = "optim.peak_lr", "budget"
-COUNTING = "residual"
 _EXPERIMENTS = pathlib.Path(__file__).absolute().parents[1]
 # Rows of the protocol of configs/paired.py.
 _LAPTOP = (
@@ -38,7 +37,6 @@ _LAPTOP = (
   "depth_heads/results.csv",
   "residual_zoo/trained.csv",
 )
-DIFFERENCE = "minus PreNorm, nats per token"
 
 Row = Mapping[str, Any]
 
@@ -96,16 +94,13 @@ def with_shared(study: Study, rows: Sequence[Row]) -> list[Row]:
 def results(study: Study, rows: Sequence[Row]) -> str:
   """For the README."""
   every = with_shared(study, rows)
-  spread = spread_of(rows, study)
-  tables = [
+  return readme.text(
     rates(every) if study.rates and BASELINE not in study.shared else None,
     table(study, every),
     twice(study, every),
-  ]
-  parts = [t.markdown() for t in tables if t and t.rows]
-  if spread is not None:
-    parts.append(protocol(spread))
-  return "\n\n".join([*parts, sweep.origin(every)])
+    protocol(study, rows),
+    readme.origin(every, runs=True),
+  )
 
 
 def answer(study: Study, rows: Sequence[Row]) -> page.Html:
@@ -121,12 +116,17 @@ def answer(study: Study, rows: Sequence[Row]) -> page.Html:
   )
 
 
-def protocol(spread: pairs.Spread) -> str:
-  """The sentence of a README about its intervals."""
+def protocol(study: Study, rows: Sequence[Row]) -> str | None:
+  """The sentence of a README about its intervals; None without any."""
+  spread = spread_of(rows, study)
   return (
-    f"\N{PLUS-MINUS SIGN} is a {pairs.LEVEL:.0%} t interval of the mean; the"
-    f" standard deviation of a pair, {spread.deviation:.4f} nats with"
-    f" {spread.freedom:.1f} degrees of freedom, is the protocol's."
+    None
+    if spread is None
+    else (
+      f"\N{PLUS-MINUS SIGN} is a {pairs.LEVEL:.0%} t interval of the mean; the"
+      f" standard deviation of a pair, {spread.deviation:.4f} nats with"
+      f" {spread.freedom:.1f} degrees of freedom, is the protocol's."
+    )
   )
 
 
@@ -150,6 +150,10 @@ def spread_of(rows: Sequence[Row], study: Study) -> pairs.Spread | None:
   return pairs.pooled(losses, BASELINE, CONTROL)
 
 
+def _read(path: str) -> list[dict[str, str]]:
+  return csv_rows.read(_EXPERIMENTS / path, missing_ok=True)
+
+
 def _protocols(rows: Sequence[Row]) -> set[tuple[str, ...]]:
   """What rows have in common whose losses can be compared."""
   # Of a sweep, these are numbers; in a file, text. By 6ND, all schemes of a
@@ -160,16 +164,10 @@ def _protocols(rows: Sequence[Row]) -> set[tuple[str, ...]]:
   }
 
 
-def _read(path: str) -> list[dict[str, str]]:
-  """Committed rows, none if there is no such file."""
-  file = _EXPERIMENTS / path
-  return csv_rows.read(file) if file.exists() else []
-
-
 def table(study: Study, rows: Sequence[Row]) -> page.Table:
   """A line per variant that has a pair, and the baseline."""
   losses = pairs.losses(at_own_settings(rows), "variant")
-  apart = pairs.differences(losses, BASELINE, CONTROL, spread_of(rows, study))
+  apart = differences(study, rows)
   published = any(
     variant.published is not None
     for name, variant in study.variants.items()
@@ -179,18 +177,14 @@ def table(study: Study, rows: Sequence[Row]) -> page.Table:
   for name, variant in study.variants.items():
     if name not in losses or (name != BASELINE and name not in apart):
       continue
-    loss = f"{statistics.fmean(losses[name].values()):.4f}"
-    line = [variant.label, *([_published(study, name)] if published else [])]
-    if name == BASELINE:
-      lines.append([*line, loss, "", str(len(losses[name])), ""])
-      continue
-    difference = apart[name]
-    lines.append(
-      [
-        *line, loss, page.difference(difference), str(len(difference.by_seed)),
-        _speedup(rows, name, difference.spread),
-      ]
-    )  # fmt: skip
+    gap, number = apart.get(name), len(losses[name])
+    lines.append([
+      variant.label, *([_published(study, name)] if published else []),
+      f"{statistics.fmean(losses[name].values()):.4f}",
+      page.difference(gap) if gap else "",
+      len(gap.by_seed) if gap else number,
+      _speedup(rows, name, gap.spread) if gap else "",
+    ])  # fmt: skip
   header = [
     "residual", *(["in the paper"] if published else []), "loss",
     "minus PreNorm", "pairs", "effective speed-up",
@@ -202,39 +196,36 @@ def table(study: Study, rows: Sequence[Row]) -> page.Table:
 
 def rates(rows: Sequence[Row]) -> page.Table:
   """Losses of PreNorm at each rate that was tried with several seeds."""
-  tried: dict[float, dict[int, float]] = {}
-  for row in rows:
-    if row["variant"] == BASELINE and not row.get(_BUDGET):
-      arm = tried.setdefault(float(row["peak_lr"]), {})
-      arm[int(row["seed"])] = fit_lib.loss_of(row)
-  if len(tried) < 2:
-    return page.Table((), ())
-  common = sorted(set.intersection(*(set(arm) for arm in tried.values())))
-  lines = [
-    [f"{rate:g}", *(f"{arm[seed]:.4f}" for seed in common)]
-    for rate, arm in sorted(tried.items())
+  tried = [
+    row for row in rows if row["variant"] == BASELINE and not row.get(_BUDGET)
   ]
-  header = ["rate under PreNorm", *(f"seed {seed}" for seed in common)]
-  return page.Table(header, lines)
+  if len({float(row["peak_lr"]) for row in tried}) < 2:
+    return page.Table((), ())
+  runs = losses_lib.frame(tried).astype({"peak_lr": float, "seed": int})
+  arms = runs.pivot_table("loss", "peak_lr", "seed").dropna(axis="columns")
+  lines = [
+    [f"{rate:g}", *map("{:.4f}".format, arms.loc[rate])] for rate in arms.index
+  ]
+  return page.Table(["rate under PreNorm", *(f"seed {s}" for s in arms)], lines)
 
 
 def twice(study: Study, rows: Sequence[Row]) -> page.Table:
   """Differences with once and with twice the steps, in the same seeds."""
-  both = [
-    pairs.differences(
-      pairs.losses(at_own_settings(rows, budget), "variant"), BASELINE
-    )
+  once, both = (
+    pairs.losses(at_own_settings(rows, budget), "variant")
     for budget in (1.0, TWICE)
-  ]
+  )
   lines = []
   for name in study.longer:
-    pair = [apart[name].by_seed for apart in both if name in apart]
-    seeds = set.intersection(*map(set, pair)) if len(pair) == 2 else set()
-    if not seeds:
-      continue
-    means = [statistics.fmean(arm[seed] for seed in seeds) for arm in pair]
-    label = study.variants[name].label
-    lines.append([label, *map(page.signed, means), str(len(seeds))])
+    four = [
+      arms.get(arm, {}) for arms in (once, both) for arm in (name, BASELINE)
+    ]
+    if seeds := set.intersection(*map(set, four)):
+      ours, base, ours_twice, base_twice = (
+        statistics.fmean(arm[seed] for seed in seeds) for arm in four
+      )
+      gaps = map(page.signed, (ours - base, ours_twice - base_twice))
+      lines.append([study.variants[name].label, *gaps, len(seeds)])
   header = ("residual", "difference", "with twice the steps", "pairs")
   return page.Table(header, lines)
 
@@ -283,8 +274,8 @@ def forest(
     )  # fmt: skip
     if variant.published is not None:
       axes.plot(
-        paper_difference(study, name), height, "D", markerfacecolor="none",
-        color="grey", label="paper, 436M parameters",
+        variant.published - paper.TABLE_4[BASELINE], height, "D",
+        markerfacecolor="none", color="grey", label="paper, 436M parameters",
       )  # fmt: skip
   axes.axvline(0.0, color="grey", linewidth=0.8)
   space = 0.03 * (max(seen) - min(seen)) + 0.005
@@ -292,7 +283,7 @@ def forest(
   labels = [study.variants[name].label for name in names]
   axes.set_yticks(range(len(names)), labels)
   axes.set_ylim(max(1, len(names)) - 0.5, -0.5)
-  axes.set_xlabel(DIFFERENCE)
+  axes.set_xlabel("minus PreNorm, nats per token")
   figures.style(axes)
   figures.legend(shape, axes)
   return shape
@@ -303,17 +294,8 @@ def differences(
 ) -> dict[str, pairs.Difference]:
   """Differences from the baseline of every variant that has a pair."""
   every = at_own_settings(with_shared(study, rows))
-  losses = pairs.losses(every, "variant")
-  spread = spread_of(rows, study)
+  losses, spread = pairs.losses(every, "variant"), spread_of(rows, study)
   return pairs.differences(losses, BASELINE, CONTROL, spread)
-
-
-def paper_difference(study: Study, name: str) -> float:
-  """The paper's loss of a variant minus its loss of the baseline."""
-  published = study.variants[name].published
-  base = variants.PRENORM.published
-  assert published is not None and base is not None
-  return published - base
 
 
 def at_own_settings(rows: Sequence[Row], budget: float = 1.0) -> list[Row]:
@@ -325,66 +307,31 @@ def at_own_settings(rows: Sequence[Row], budget: float = 1.0) -> list[Row]:
   ]
 
 
-def more_steps(study: Study, rows: Sequence[Row]) -> page.Html:
-  """A sentence per variant that attends over depth, where its gain is known."""
-  sentences, spread = [], spread_of(rows, study)
-  for name, variant in study.variants.items():
-    estimate = speedup(rows, name, spread, "tokens")
-    if estimate is None or variant.residual in (BASELINE, "rescaled"):
-      continue
-    value, low, high = (
-      "no bound" if end is None or math.isinf(end) else f"{end - 1:.0%}"
-      for end in estimate
-    )
-    sentences.append(
-      f"PreNorm needs **{value}** more steps to reach the loss of"
-      f" {variant.label}, between {low} and {high}."
-    )
-  return page.bold(" ".join(sentences))
+def _speedup(
+  rows: Sequence[Row], name: str, spread: pairs.Spread | None
+) -> str:
+  """By the law of PreNorm over its budgets; empty without these or pairs.
 
-
-def speedup(
-  rows: Sequence[Row],
-  name: str,
-  spread: pairs.Spread | None,
-  counted: str = f"compute_{COUNTING}",
-) -> fit_lib.Estimate | None:
-  """By the law of PreNorm over its budgets; None without these or pairs.
-
-  None for arms that failed, too: they have no spread.
-
-  Args:
-    rows: of a study.
-    name: of a variant.
-    spread: of its pairs.
-    counted: the column that measures training.
+  Empty for arms that failed, too: they have no spread.
   """
   if spread is None:
-    return None
+    return ""
   baseline = [
     row for row in rows if row["variant"] == BASELINE and not row.get(_RATE)
   ]
   other = [row for row in at_own_settings(rows) if row["variant"] == name]
   try:
-    return scaling.effective_speedup(
-      _runs(baseline, counted), _runs(other, counted), spread=spread
+    estimate = scaling.effective_speedup(
+      _runs(baseline), _runs(other), spread=spread
     )
   except config_lib.ConfigError:
-    return None
-
-
-def _speedup(
-  rows: Sequence[Row], name: str, spread: pairs.Spread | None
-) -> str:
-  estimate = speedup(rows, name, spread)
-  if estimate is None:
     return ""
-  return f"{estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]"
+  return str(page.interval(*estimate))
 
 
-def _runs(rows: Sequence[Row], counted: str) -> fit_lib.Runs:
+def _runs(rows: Sequence[Row]) -> fit_lib.Runs:
   return fit_lib.Runs(
-    compute=[float(row[counted]) for row in rows],
+    compute=[float(row["compute_residual"]) for row in rows],
     loss=[fit_lib.loss_of(row) for row in rows],
     size=tuple(int(row["tokens"]) for row in rows),
     seed=tuple(int(row["seed"]) for row in rows),
@@ -396,4 +343,4 @@ def _published(study: Study, name: str) -> str:
   loss = study.variants[name].published
   if loss is None or name == BASELINE:
     return f"{loss:.3f}" if loss else ""
-  return f"{loss:.3f} ({page.signed(paper_difference(study, name), 3)})"
+  return f"{loss:.3f} ({page.signed(loss - paper.TABLE_4[BASELINE], 3)})"

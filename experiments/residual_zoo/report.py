@@ -14,7 +14,6 @@ from attnres_jax.common import csv_rows
 from attnres_jax.models import residuals
 from attnres_jax.sweep.pages import page
 from experiments.pages import readme
-from experiments.pages import sweep
 from experiments.pages import variants
 from experiments.residual_zoo import config
 
@@ -45,7 +44,7 @@ def table(rows: Sequence[Row]) -> str:
     "scheme", "name", "file", "arXiv", "certainty", "parameters", "FLOPs",
     "moved", "state", "rank", "starts as PreNorm",
   )  # fmt: skip
-  return readme.with_origin(readme.table(header, lines), rows)
+  return readme.text(page.Table(header, lines), readme.origin(rows))
 
 
 def losses(rows: Sequence[Row]) -> str:
@@ -64,10 +63,11 @@ def losses(rows: Sequence[Row]) -> str:
     needed = f"{step_bytes / 1e6:.0f} MB" if step_bytes else ""
     lines.append([label, *rest, needed, times.get(name, "")])
   header = (*zoo.header[:1], *zoo.header[2:], "memory of a step", "time")
-  tables = [page.Table(header, lines), variants.twice(config.STUDY, every)]
-  parts = [table.markdown() for table in tables if table.rows]
-  origin = f"{sweep.origin(every)} Times: {readme.origin(timed)}"
-  return "\n\n".join([*parts, origin])
+  return readme.text(
+    page.Table(header, lines),
+    variants.twice(config.STUDY, every),
+    f"{readme.origin(every, runs=True)} Times: {readme.origin(timed)}",
+  )
 
 
 def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:

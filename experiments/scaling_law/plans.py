@@ -12,6 +12,7 @@ from attnres_jax.models import residuals
 from attnres_jax.scaling import grid
 from attnres_jax.scaling import paper
 from attnres_jax.sweep import budget
+from attnres_jax.sweep.pages import page
 from configs import scaling
 from experiments.pages import readme as readme_lib
 
@@ -42,8 +43,7 @@ def table(rows: Sequence[Row]) -> str:
   header = "slice", "scheme", *_SIZES, "all five"
   listed = list(plans.values())
   origin = f"Compiled up to the schedule, not run: {readme_lib.origin(listed)}"
-  parts = [readme_lib.table(header, lines), _bound(listed), origin]
-  return "\n\n".join(parts)
+  return readme_lib.text(page.Table(header, lines), _bound(listed), origin)
 
 
 def bought(rows: Sequence[Row]) -> str:
@@ -81,7 +81,7 @@ def bought(rows: Sequence[Row]) -> str:
     "chip-hours", "slice", "scale", "sizes", "runs", "tokens, 1e9",
     "cost, at least",
   )  # fmt: skip
-  return readme_lib.table(header, lines)
+  return readme_lib.text(page.Table(header, lines))
 
 
 def _of_table_2(

@@ -23,7 +23,6 @@ from attnres_jax.sweep.pages import page
 from attnres_jax.sweep.pages import svg
 from attnres_jax.sweep.pages import sweep_page
 from experiments.pages import readme
-from experiments.pages import sweep
 from experiments.scaling_law import plans
 
 _ANSWER = pathlib.Path(__file__).with_name("answer.html")
@@ -51,19 +50,17 @@ def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
 
 def results(rows: Sequence[Row]) -> str:
   """For the README: losses, laws, and their origin."""
-  parts = [
-    losses_lib.table(rows, "size").markdown(),
-    laws(rows).markdown(),
+  return readme.text(
+    losses_lib.table(rows, "size"),
+    laws(rows),
     _left_out(rows),
-    sweep.origin(rows),
-  ]
-  return "\n\n".join(filter(None, parts))
+    readme.origin(rows, runs=True),
+  )
 
 
 def learning_rates(rows: Sequence[Row]) -> str:
   """For the README: every rate; losses and laws at the best ones."""
-  tables = (table.markdown() for table in _rate_tables(rows))
-  return "\n\n".join([*tables, sweep.origin(rows)])
+  return readme.text(*_rate_tables(rows), readme.origin(rows, runs=True))
 
 
 def figure(rows: Sequence[Row]) -> figure_lib.Figure:
@@ -110,10 +107,10 @@ def laws(rows: Sequence[Row]) -> page.Table:
     (
       figures.name_of(scheme),
       COUNTS[counting],
-      _interval(fit.coefficient(), 3),
-      _interval(fit.exponent(), 4),
-      "" if ratio is None else _interval(ratio, 2),
-      "" if speedup is None else _interval(speedup, 2),
+      page.interval(*fit.coefficient(), digits=3),
+      page.interval(*fit.exponent(), digits=4),
+      "" if ratio is None else page.interval(*ratio),
+      "" if speedup is None else page.interval(*speedup),
     )
     for scheme, counting, fit, ratio, speedup in _advantages(rows)
   ]
@@ -197,14 +194,6 @@ def _advantages(
             runs[losses_lib.BASELINE], runs[scheme]
           )
       yield scheme, counting, fit, ratio, speedup
-
-
-def _interval(estimate: fit_lib.Estimate, digits: int) -> page.Cell:
-  text = f"{estimate.value:.{digits}f}"
-  if estimate.low is None:
-    return page.Cell(text)
-  low, high = f"{estimate.low:.{digits}f}", f"{estimate.high:.{digits}f}"
-  return page.Cell(text, f"[{low}, {high}]")
 
 
 PUBLISHED = readme.Published(

@@ -9,28 +9,16 @@
 See the README beside this file.
 """
 
-from collections.abc import Sequence
 import sys
-from typing import Any
-
-from etils import epath
 
 from attnres_jax.sweep import cli
-
-
-def render(folder: epath.Path, progress: Sequence[Any]) -> str:
-  """The page; figures are imported once there is something to draw."""
-  from experiments.scaling_law import report
-
-  return report.render(folder, progress)
-
 
 EXPERIMENT = cli.Experiment(
   program="python -m experiments.scaling_law.run",
   description=__doc__ or "",
   config="configs/scaling.py",
   workdir="runs/scaling",
-  render=render,
+  render=cli.render_in("experiments.scaling_law.report"),
 )
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 import math
 import statistics
 
+import numpy as np
+import pandas as pd
+
 from attnres_jax.scaling import pairs
 from attnres_jax.sweep.pages import page
 from experiments.pages import readme
@@ -19,21 +22,17 @@ def best(rows: Sequence[Row]) -> dict[Key, tuple[float, dict[int, float]]]:
 
   Rates at which a run diverges do not count.
   """
-  losses: dict[Key, dict[float, dict[int, float]]] = {}
-  for row in rows:
-    key = row["readout"], row["student"], float(row["temperature"])
-    arm = losses.setdefault(key, {}).setdefault(float(row["rate"]), {})
-    arm[int(row["seed"])] = float(row["test_loss"])
-  chosen = {}
-  for key, by_rate in losses.items():
-    mean = {
-      rate: statistics.fmean(arm.values()) for rate, arm in by_rate.items()
-    }
-    rate = min(
-      mean, key=lambda r: mean[r] if math.isfinite(mean[r]) else math.inf
-    )
-    chosen[key] = rate, by_rate[rate]
-  return chosen
+  numbers = {"temperature": float, "rate": float, "seed": int}
+  runs = pd.DataFrame(rows).astype(numbers | {"test_loss": float})
+  # Seeds across; a mean with a run that diverged is none.
+  setting = ["readout", "student", "temperature"]
+  arms = runs.pivot_table(
+    "test_loss", [*setting, "rate"], "seed", dropna=False, sort=False
+  )
+  means = arms.mean(axis=1, skipna=False)
+  means = means[np.isfinite(means)]
+  chosen = means.groupby(level=setting, sort=False).idxmin()
+  return {key[:3]: (key[3], arms.loc[key].to_dict()) for key in chosen}
 
 
 def results(rows: Sequence[Row]) -> str:
@@ -48,10 +47,12 @@ def results(rows: Sequence[Row]) -> str:
     for temperature in temperatures:
       arms = {name: chosen[readout, name, temperature] for name in students}
       cells = [
-        f"{statistics.fmean(seeds.values()):.4f} ({min(seeds.values()):.4f} to"
-        f" {max(seeds.values()):.4f}, rate {rate:g})"
+        page.interval(
+          statistics.fmean(seeds.values()), min(seeds.values()),
+          max(seeds.values()), 4, f"({{}} to {{}}, rate {rate:g})",
+        )
         for rate, seeds in arms.values()
-      ]
+      ]  # fmt: skip
       apart = [
         page.difference(pairs.difference(arms[name][1], arms["rescaled"][1]))
         for name in ("attention", "standard")
@@ -59,7 +60,7 @@ def results(rows: Sequence[Row]) -> str:
       lines.append([f"{temperature:g}", *cells, *apart])
     names = [name.replace("static", "static mixing") for name in students]
     header = "T", *names, "attention − rescaled", "standard − rescaled"
-    parts += [f"Readout: {readout}.", readme.table(header, lines)]
+    parts += [f"Readout: {readout}.", page.Table(header, lines)]
   lost = sum(not math.isfinite(float(row["test_loss"])) for row in rows)
   parts.append(
     f"{len(rows)} runs, of which {lost} diverged. Losses are mean squared"
@@ -67,4 +68,4 @@ def results(rows: Sequence[Row]) -> str:
     " each student and temperature: mean over seeds, range, and differences of"
     f" pairs with {pairs.LEVEL:.0%} intervals."
   )
-  return "\n\n".join([*parts, readme.origin(rows)])
+  return readme.text(*parts, readme.origin(rows))

@@ -84,7 +84,7 @@ def _main(options: argparse.Namespace) -> None:
   fields.accept("--seeds", options.seeds, fields.Size)
   out = pathlib.Path(options.out)
   files.check_output("--out", out, ("readout", "student", "seed"))
-  table = csv_rows.read(out) if out.exists() else []
+  table = csv_rows.read(out, missing_ok=True)
   done = {(row["readout"], row["student"], int(row["seed"])) for row in table}
   # Seed by seed, so that part of the runs is already a comparison.
   groups = [

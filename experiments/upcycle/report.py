@@ -36,9 +36,9 @@ def results(rows: Sequence[Row]) -> str:
   header = "network", "pairs", "loss", "minus PreNorm, trained on"
   minutes = statistics.fmean(float(row["seconds"]) for row in rows) / 60
   first = rows[0]
-  return (
-    f"{readme.table(header, lines)}\n\n{first['source_steps']} steps, then"
-    f" {first['steps']} more ({minutes:.1f} minutes each)."
-    f" \N{PLUS-MINUS SIGN} is a {pairs.LEVEL:.0%} t interval."
-    f" {readme.origin(rows)}"
+  return readme.text(
+    page.Table(header, lines),
+    f"{first['source_steps']} steps, then {first['steps']} more"
+    f" ({minutes:.1f} minutes each). \N{PLUS-MINUS SIGN} is a"
+    f" {pairs.LEVEL:.0%} t interval. {readme.origin(rows)}",
   )

@@ -81,7 +81,7 @@ def _main(options: argparse.Namespace) -> None:
   workdir = files.check_folder("--workdir", options.workdir)
   out = pathlib.Path(options.out)
   files.check_output("--out", out, ("arm", "seed"))
-  rows = csv_rows.read(out) if out.exists() else []
+  rows = csv_rows.read(out, missing_ok=True)
   done = {(row["arm"], int(row["seed"])) for row in rows}
   origin = environment.facts()
   # Seed by seed, so that a part of them is already a comparison.

@@ -160,7 +160,7 @@ def test_rows_of_another_protocol_are_not_compared(name, tmp_path, monkeypatch):
   assert report.with_shared(block_size.STUDY, rows) == rows
   table = report.table(block_size.STUDY, rows)
   pairs = list(table.header).index("pairs")
-  assert [line[pairs] for line in table.rows] == ["3", "1", "3"]
+  assert [line[pairs] for line in table.rows] == [3, 1, 3]
 
 
 def test_a_run_that_was_trained_again_counts_once(tmp_path, monkeypatch):

@@ -5,11 +5,13 @@ import dataclasses
 import html.parser
 
 import jinja2
+import pandas as pd
 import pytest
 
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
+from attnres_jax.sweep.pages import curves
 from attnres_jax.sweep.pages import page
 from attnres_jax.sweep.pages import sweep_page
 from experiments.arch_sweep import report as arch_report
@@ -99,11 +101,24 @@ def test_unknown_schemes(tmp_path):
   _assert_harmless(sweep_page.render(tmp_path, [p], HOSTILE), times=5)
 
 
+def test_intervals():
+  assert page.interval(1.234, 1.0, 2.0) == page.Cell("1.23", "[1.00, 2.00]")
+  assert str(page.interval(1.2, 1, 2, 1, page.RANGE)) == "1.2 (1.0 to 2.0)"
+  assert str(page.interval(1.25, None, None)) == "1.25"
+
+
+def test_curves_differ_where_both_arms_have_points():
+  seeds = {0: [3.0, 2.0, 1.0], 1: [3.0, 2.0, float("nan")]}
+  arm = pd.DataFrame(seeds, index=[10, 20, 30])
+  other = pd.DataFrame({1: [1.0, 1.5], 2: [0.0, 0.0]}, index=[20, 40])
+  apart = curves.differences(arm, other)
+  assert apart.to_dict() == {1: {20: 1.0}}
+
+
 def test_text_becomes_html_in_one_place():
   once = page.fill("{{ x }}", x="<")
   assert once == "&lt;"
   assert page.fill("<p>{{ x }}</p>", x=once) == "<p>&lt;</p>"
-  assert page.join(["<", once]) == "&lt;&lt;"
   assert page.bold("**<** & **b**") == "<b>&lt;</b> &amp; <b>b</b>"
   table = page.Table(["a", "<"], [["<b>", page.Cell("<", "(<)", ["<"])]])
   assert table.html().count("&lt;") == 5

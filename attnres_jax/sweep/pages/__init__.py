@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports as HTML, and the tables and figures that they share with READMEs.
 
-Needs jinja2 and matplotlib (`pip install "attnres-jax[plots]"`).
+Needs jinja2, matplotlib and pandas (`pip install "attnres-jax[plots]"`).
 """

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses during runs, and differences from the baseline."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from matplotlib import figure as figure_lib
 from matplotlib import ticker
 import numpy as np
+import pandas as pd
 
 from attnres_jax.analysis import figures
 from attnres_jax.sweep import folder as folder_lib
@@ -17,19 +18,17 @@ from attnres_jax.sweep.pages import losses
 _MAX_PANELS = 8
 _TITLE_LETTERS = 80
 
-# One run: tokens and losses.
-Series = tuple[Sequence[float], Sequence[float]]
-# The same, with steps.
+# Steps and losses.
 Curve = Sequence[tuple[int, float]]
-# Indexed by panel, scheme and seed.
-Panels = Mapping[str, Mapping[str, Mapping[int, Series]]]
+# A point of a run: its tokens, its loss, and where it is drawn.
+COLUMNS = ("setting", "scheme", "seed", "tokens", "loss")
 
 
 def of_sweep(
   progress: Sequence[monitor.Progress],
   curve: Callable[[monitor.Progress], Curve] = lambda run: run.curve,
-) -> Panels:
-  """Losses of runs, a panel per setting.
+) -> losses.Frame:
+  """Losses of runs, a row per logged step, of `COLUMNS`.
 
   A variant is no setting if it alone has its scheme.
 
@@ -37,56 +36,45 @@ def of_sweep(
     progress: of a sweep.
     curve: steps and losses of a run; by default of training.
   """
-  variants = {(run.residual, _variant(run)) for run in progress}
+  readable = [(run, run.run) for run in progress if run.run is not None]
+  variants = {(p.residual, r.overrides.get("variant", "")) for p, r in readable}
   schemes = [scheme for scheme, _ in variants]
   without = {"variant"} if len(schemes) == len(set(schemes)) else set()
-  panels: dict[str, dict[str, dict[int, Series]]] = {}
-  for run in progress:
-    if run.run is not None and (points := curve(run)):
-      config = folder_lib.run_config(run.run)
-      tokens = config.data.batch_size * config.data.sequence_length
-      steps, loss = np.transpose(points)
-      setting = losses.setting(run.run.overrides, without)
-      panel = panels.setdefault(setting, {})
-      panel.setdefault(run.residual, {})[config.seed] = steps * tokens, loss
-  return panels
+  points: list[tuple[Any, ...]] = []
+  for described, run in readable:
+    config = folder_lib.run_config(run)
+    tokens = config.data.batch_size * config.data.sequence_length
+    setting = losses.setting(run.overrides, without)
+    points += [
+      (setting, described.residual, config.seed, step * tokens, loss)
+      for step, loss in curve(described)
+    ]
+  return pd.DataFrame(points, columns=COLUMNS)
 
 
-def _variant(progress: monitor.Progress) -> str:
-  return progress.run.overrides.get("variant", "") if progress.run else ""
-
-
-def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
-  """Mean of finite values over the last 5 % of the run, fewer at its start."""
-  width = max(1, round(share * len(values)))
-  finite = np.isfinite(values)
-  sums = [np.cumsum(finite), np.cumsum(np.where(finite, values, 0.0))]
-  stop = np.arange(1, len(values) + 1)
-  start = np.maximum(0, stop - width)
-  count, total = (
-    padded[stop] - padded[start]
-    for padded in (np.concatenate([[0.0], row]) for row in sums)
-  )
-  return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-def draw(panels: Panels) -> figure_lib.Figure | None:
+def draw(points: losses.Frame) -> figure_lib.Figure | None:
   """Losses, and below them differences from the baseline, seed by seed.
 
   None if there is nothing to draw, or too many panels.
   """
+  panels = dict(tuple(points.groupby("setting", sort=False)))
   if not 0 < len(panels) <= _MAX_PANELS:
     return None
   figure = figure_lib.Figure(figsize=(8.4, 4.6), layout="constrained")
   grid = figure.subplots(2, len(panels), squeeze=False, sharex="col")
   handles = {}
-  for (upper, lower), (setting, schemes) in zip(grid.T, panels.items()):
-    for scheme, runs in schemes.items():
-      line = _lines(upper, list(runs.values()), scheme)
-      handles[figures.name_of(scheme)] = line
-      apart = differences(runs, schemes.get(losses.BASELINE, {}))
-      if scheme != losses.BASELINE and apart:
-        _lines(lower, apart, scheme)
+  for (upper, lower), (setting, panel) in zip(grid.T, panels.items()):
+    # Tokens down, seeds across.
+    panel = panel.drop_duplicates(["scheme", "seed", "tokens"], keep="last")
+    arms = {
+      scheme: arm.pivot(index="tokens", columns="seed", values="loss")
+      for scheme, arm in panel.groupby("scheme", sort=False)
+    }
+    baseline = arms.get(losses.BASELINE)
+    for scheme, arm in arms.items():
+      handles[figures.name_of(scheme)] = _lines(upper, arm, scheme)
+      if scheme != losses.BASELINE and baseline is not None:
+        _lines(lower, differences(arm, baseline), scheme)
     last = lower if lower.lines else upper
     if last is lower:
       grey = figures.style_of(losses.BASELINE)["color"]
@@ -110,31 +98,30 @@ def draw(panels: Panels) -> figure_lib.Figure | None:
   return figure
 
 
-def differences(
-  runs: Mapping[int, Series], baseline: Mapping[int, Series]
-) -> list[Series]:
-  """Differences for each seed that the baseline has, where both are known."""
-  series: list[Series] = []
-  for seed in runs.keys() & baseline.keys():
-    base = dict(zip(*baseline[seed]))
-    pairs = [(x, y - base[x]) for x, y in zip(*runs[seed]) if x in base]
-    if pairs:
-      series.append(([x for x, _ in pairs], [y for _, y in pairs]))
-  return series
+def differences(arm: losses.Frame, baseline: losses.Frame) -> losses.Frame:
+  """An arm minus the baseline, in the seeds and at the tokens of both."""
+  apart = arm - baseline
+  return apart.loc[
+    apart.index.isin(arm.index) & apart.index.isin(baseline.index),
+    arm.columns.intersection(baseline.columns),
+  ]
 
 
-def _lines(axes: Any, series: Sequence[Series], scheme: str) -> Any:
+def _lines(axes: Any, arm: losses.Frame, scheme: str) -> Any:
   """Draws the mean over seeds, up to the shortest run, and each seed thinly.
 
-  All are running means.
+  All are means of finite losses over the last tenth, fewer at the start. None
+  if there is nothing to draw.
   """
+  if arm.empty:
+    return None
   style = figures.style_of(scheme) | {"linewidth": 1.4}
-  smoothed = [smooth(y, share=0.1) for _, y in series]
-  for (x, _), y in zip(series, smoothed) if len(series) > 1 else ():
+  width = max(1, round(len(arm) / 10))
+  means = arm.replace([np.inf, -np.inf], np.nan).rolling(width, 1).mean()
+  means = means.where(arm.bfill().notna())  # None after the end of a run.
+  means.index /= 1e6
+  if len(arm.columns) > 1:
     thin = {"color": style["color"], "linewidth": 0.6, "alpha": 0.45}
-    axes.plot(np.asarray(x, float) / 1e6, y, **thin)
-  length = min(map(len, smoothed))
-  x = np.asarray(series[0][0][:length], float)
-  mean = np.mean([y[:length] for y in smoothed], axis=0)
-  (line,) = axes.plot(x / 1e6, mean, **style)
+    axes.plot(means, **thin)
+  (line,) = axes.plot(means.mean(axis=1, skipna=False), **style)
   return line

@@ -3,8 +3,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 import re
-import statistics
 from typing import Any
+
+import pandas as pd
 
 from attnres_jax.analysis import figures
 from attnres_jax.scaling import fit as fit_lib
@@ -17,10 +18,13 @@ BASELINE = "prenorm"
 # overrides.
 _WITHIN = ("run", *grid.WITHIN_SETTING)
 _FIRST_RESULT = "active_params"
+_ARM = ["setting", "residual"]
 # Values in a file of rows; booleans need their name too.
 _NUMBER = re.compile(r"[-+.\d]+(e[-+]?\d+)?|True|False")
 
 Row = Mapping[str, Any]
+# A DataFrame: to a type checker, its names could be of any type.
+Frame = Any
 
 
 def setting(row: Row, without: Iterable[str] = ()) -> str:
@@ -41,14 +45,17 @@ def setting(row: Row, without: Iterable[str] = ()) -> str:
   return ", ".join(words)
 
 
-def by_setting(
-  rows: Iterable[Row], without: Iterable[str] = ()
-) -> dict[str, list[Row]]:
-  """Rows by `setting`, in the order of the sweep."""
-  groups: dict[str, list[Row]] = {}
-  for row in rows:
-    groups.setdefault(setting(row, without), []).append(row)
-  return groups
+def frame(rows: Iterable[Row], without: Iterable[str] = ()) -> Frame:
+  """Rows with their `setting` and their loss as a number.
+
+  Raises:
+    ConfigError: a loss is no finite number above 0.
+  """
+  rows = list(rows)
+  return pd.DataFrame(rows, columns=None if rows else ["residual"]).assign(
+    setting=[setting(row, without) for row in rows],
+    loss=[fit_lib.loss_of(row) for row in rows],
+  )
 
 
 def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
@@ -59,21 +66,19 @@ def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
   setting's tokens and rate, and every seed. N counts parameters outside
   embedding and head, of the scheme that has the fewest.
   """
-  schemes = list(dict.fromkeys(row["residual"] for row in rows))
+  runs = frame(rows)
+  schemes = runs["residual"].unique()
   lines = []
-  for label, group in by_setting(rows).items():
-    first = group[0]
+  for label, group in runs.groupby("setting", sort=False):
+    first = group.iloc[0]
     small = (
       f"{float(first['tokens']) / 1e6:.2f}M tokens",
       f"rate {float(first['peak_lr']):g}",
     )
-    lines.append(
-      [page.Cell(label or "all", small=small)]
-      + [f"{min(int(row['active_params']) for row in group):,}"]
-      + [_cell(group, scheme) for scheme in schemes]
-    )
-  header = [name, "N"] + [figures.name_of(scheme) for scheme in schemes]
-  return page.Table(header, lines)
+    smallest = group["active_params"].astype(int).min()
+    cells = [page.Cell(label or "all", small=small), f"{smallest:,}"]
+    lines.append(cells + [_cell(group, scheme) for scheme in schemes])
+  return page.Table([name, "N", *map(figures.name_of, schemes)], lines)
 
 
 def best_marked(
@@ -83,16 +88,14 @@ def best_marked(
 
   Losses are means over seeds.
   """
-  values = sorted({float(row[column]) for row in rows})
-  lines = []
-  for label, schemes in _by_value(rows, column).items():
-    for scheme, by_value in schemes.items():
-      texts = {value: f"{_mean(arm):.4f}" for value, arm in by_value.items()}
-      best = _best(by_value)
-      texts[best] = f"**{texts[best]}**"
-      cells = [texts.get(value, "") for value in values]
-      lines.append([label or "all", figures.name_of(scheme), *cells])
-  return page.Table([name, "residual", *(f"{v:g}" for v in values)], lines)
+  runs = _by_value(rows, column)
+  arms = runs.pivot_table("loss", [*_ARM, "best"], column, sort=False)
+  arms = arms[sorted(arms)]
+  lines = [
+    [label or "all", figures.name_of(scheme), *bold(row, best)]
+    for (label, scheme, best), row in arms.iterrows()
+  ]
+  return page.Table([name, "residual", *(f"{v:g}" for v in arms)], lines)
 
 
 def at_their_best(
@@ -103,11 +106,11 @@ def at_their_best(
   A cell has the mean over seeds and the value, and the mean difference from the
   baseline with the same seed, with its interval.
   """
-  cells = _by_value(rows, column)
-  schemes = list(dict.fromkeys(s for row in cells.values() for s in row))
+  runs = frame(rows_at_their_best(rows, column))
+  schemes = runs["residual"].unique()
   lines = [
-    [label or "all", *(_cell_at_best(row, scheme) for scheme in schemes)]
-    for label, row in cells.items()
+    [label or "all", *(_cell(group, scheme, column) for scheme in schemes)]
+    for label, group in runs.groupby("setting", sort=False)
   ]
   return page.Table([name, *map(figures.name_of, schemes)], lines)
 
@@ -117,74 +120,45 @@ def rows_at_their_best(rows: Sequence[Row], column: str) -> list[Row]:
 
   Without the overridden field, which would tell sizes of pairs apart.
   """
-  settings, without = _by_value(rows, column), _without(rows, column)
+  runs = _by_value(rows, column)
   return [
-    {name: row[name] for name in row if name not in without - {column}}
-    for label, group in by_setting(rows, without).items()
-    for row in group
-    if float(row[column]) == _best(settings[label][row["residual"]])
+    {name: row[name] for name in row if not name.endswith(f".{column}")}
+    for row, is_best in zip(rows, runs[column] == runs["best"])
+    if is_best
   ]
 
 
-# Seed -> loss, by the value of a column, by scheme.
-_Schemes = dict[str, dict[float, dict[Any, float]]]
+def bold(losses: Frame, best: Any) -> list[str]:
+  """Losses as text, one of them bold; empty where there is none."""
+  texts = losses.map("{:.4f}".format, na_action="ignore").fillna("")
+  texts[best] = f"**{texts[best]}**"
+  return texts.tolist()
 
 
-def _by_value(rows: Sequence[Row], column: str) -> dict[str, _Schemes]:
-  """Losses by setting; the column is not part of it."""
-  settings: dict[str, _Schemes] = {}
-  for label, group in by_setting(rows, _without(rows, column)).items():
-    schemes = settings.setdefault(label, {})
-    for row in group:
-      values = schemes.setdefault(row["residual"], {})
-      losses = values.setdefault(float(row[column]), {})
-      losses[int(row["seed"])] = fit_lib.loss_of(row)
-  return settings
+def _by_value(rows: Sequence[Row], column: str) -> Frame:
+  """Runs whose settings are without a column, and its `best` value of each arm.
+
+  It has the lowest mean, among the values with the most seeds.
+  """
+  names = {name for row in rows for name in row}
+  without = {column, *(n for n in names if n.endswith(f".{column}"))}
+  runs = frame(rows, without).astype({column: float})
+  arms = runs.groupby([*_ARM, column])["loss"].agg(["count", "mean"])
+  arms = arms.sort_values(["count", "mean"], ascending=[False, True])
+  best = arms.reset_index(column).groupby(_ARM)[column].first()
+  return runs.join(best.rename("best"), on=_ARM)
 
 
-def _without(rows: Sequence[Row], column: str) -> set[str]:
-  """The column of results, and that of the overridden field."""
-  return {column, *(key for row in rows for key in row if _is(key, column))}
-
-
-def _best(by_value: Mapping[float, Mapping[Any, float]]) -> float:
-  """The value with the lowest mean, among the values with the most seeds."""
-  most = max(map(len, by_value.values()))
-  complete = [value for value, arm in by_value.items() if len(arm) == most]
-  return min(complete, key=lambda value: _mean(by_value[value]))
-
-
-def _mean(losses: Mapping[Any, float]) -> float:
-  return statistics.fmean(losses.values())
-
-
-def _cell(rows: Sequence[Row], scheme: str) -> page.Cell | str:
-  losses = pairs.losses(rows, "residual")
-  if scheme not in losses:
+def _cell(group: Frame, scheme: str, at: str = "") -> page.Cell | str:
+  """A mean, the value of column `at`, and the difference from the baseline."""
+  arms = pairs.losses(group.to_dict("records"), "residual")
+  if scheme not in arms:
     return ""
-  values = losses[scheme].values()
-  return page.Cell(
-    f"{statistics.fmean(values):.4f}",
-    _aside(losses, scheme),
-    [f"{loss:.4f}" for loss in values] if len(values) > 1 else [],
+  arm = group[group["residual"] == scheme]
+  text = f"{arm['loss'].mean():.4f}" + (
+    f" at {float(arm[at].iloc[0]):g}" if at else ""
   )
-
-
-def _cell_at_best(schemes: _Schemes, scheme: str) -> str:
-  """The cell of one setting and scheme at the scheme's best value."""
-  if scheme not in schemes:
-    return ""
-  best = {name: by_value[_best(by_value)] for name, by_value in schemes.items()}
-  text = f"{_mean(best[scheme]):.4f} at {_best(schemes[scheme]):g}"
-  return f"{text} {_aside(best, scheme)}".rstrip()
-
-
-def _aside(arms: Mapping[str, Mapping[Any, float]], scheme: str) -> str:
-  """The difference from the baseline, in brackets; empty without pairs."""
   apart = pairs.differences(arms, BASELINE)
-  return f"({page.difference(apart[scheme])})" if scheme in apart else ""
-
-
-def _is(name: str, column: str) -> bool:
-  """Whether an override belongs to the field that a column shows."""
-  return name.rpartition(".")[2] == column
+  aside = f"({page.difference(apart[scheme])})" if scheme in apart else ""
+  seeds = [f"{loss:.4f}" for loss in arm["loss"]]
+  return page.Cell(text, aside, seeds if len(seeds) > 1 else [])

@@ -6,7 +6,7 @@ so that nothing written by a run, a config file or a network can reach a page as
 markup.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import pathlib
 import re
@@ -20,6 +20,7 @@ from attnres_jax.models import residuals
 from attnres_jax.scaling import pairs
 
 _SHELL = pathlib.Path(__file__).with_name("shell.html")
+RANGE = "({} to {})"
 # Text that is HTML already.
 Html = markupsafe.Markup
 
@@ -34,9 +35,6 @@ _TABLE = """<div class=scroll><table>
 {{ "</th>" | safe if loop.first else "</td>" | safe }}\
 {%- endfor %}</tr>
 {% endfor %}</tbody></table></div>"""
-_FACTS = """{% for name, value in facts.items() -%}
-<dt>{{ name }}</dt><dd>{{ value }}</dd>
-{% endfor %}"""
 
 
 class Cell(NamedTuple):
@@ -57,6 +55,10 @@ class Cell(NamedTuple):
     """Its small print."""
     return [self.aside] * bool(self.aside) + list(self.small)
 
+  def __str__(self) -> str:
+    """Its text for a README."""
+    return f"{self.text} {self.aside}" if self.aside else str(self.text)
+
 
 class Table(NamedTuple):
   """A table for pages and READMEs.
@@ -66,18 +68,13 @@ class Table(NamedTuple):
     rows: cells, or their text; the first one is the name of the row.
   """
 
-  header: Sequence[str]
-  rows: Sequence[Sequence[Cell | str]]
+  header: Sequence[str | int]
+  rows: Sequence[Sequence[Cell | str | int]]
 
   def markdown(self) -> str:
     """The table in Markdown, for a README."""
-    cells = [[_cell(cell) for cell in row] for row in self.rows]
-    lines = [
-      [f"{cell.text} {cell.aside}" if cell.aside else str(cell.text)
-       for cell in row]
-      for row in cells
-    ]  # fmt: skip
-    lines = [self.header, ["---"] * len(self.header), *lines]
+    lines = [[str(_cell(cell)) for cell in row] for row in self.rows]
+    lines = [[*map(str, self.header)], ["---"] * len(self.header), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
   def html(self) -> Html:
@@ -89,11 +86,6 @@ class Table(NamedTuple):
 def fill(template: str, **parts: Any) -> Html:
   """Fills a template of jinja2, escaping all parts that are not `Html`."""
   return Html(_jinja().from_string(template).render(**parts))
-
-
-def join(parts: Iterable[Any]) -> Html:
-  """Joins several parts, escaping all that are not `Html`."""
-  return Html("").join(parts)
 
 
 def bold(text: Any) -> Html:
@@ -123,11 +115,6 @@ def render(
   return fill(shell, title=title, body=text, refresh_seconds=refresh_seconds)
 
 
-def facts(listed: Mapping[str, Any]) -> Html:
-  """Entries of a definition list."""
-  return fill(_FACTS, facts=listed)
-
-
 def label(text: str) -> Html:
   """Text, after a patch of colour if it is the label of a scheme."""
   for scheme in residuals.RESIDUALS:
@@ -147,18 +134,32 @@ def signed(value: float, digits: int = 4) -> str:
   return "0" if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
 
 
-def difference(apart: pairs.Difference) -> str:
+def difference(apart: pairs.Difference, digits: int = 4) -> str:
   """The mean of pairs and its interval, `mean ± margin`.
 
   Without an interval (too few pairs, or a failed arm), the mean alone.
   """
-  text = signed(apart.mean)
+  text = signed(apart.mean, digits)
   if apart.margin is not None:
-    text += f" \N{PLUS-MINUS SIGN} {apart.margin:.4f}"
+    text += f" \N{PLUS-MINUS SIGN} {apart.margin:.{digits}f}"
   return text
 
 
-def _cell(cell: Cell | str) -> Cell:
+def interval(
+  value: float,
+  low: float | None,
+  high: float | None,
+  digits: int = 2,
+  ends: str = "[{}, {}]",  # or RANGE
+) -> Cell:
+  """A value and the ends of its interval, or of a range; None for none."""
+  text, *numbers = (
+    f"{x:.{digits}f}" for x in (value, low, high) if x is not None
+  )
+  return Cell(text, ends.format(*numbers) if numbers else "")
+
+
+def _cell(cell: Cell | str | int) -> Cell:
   return cell if isinstance(cell, Cell) else Cell(cell)
 
 

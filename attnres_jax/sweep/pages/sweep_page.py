@@ -65,7 +65,7 @@ def render(
       "goodput": goodput(progress).html(),
       "lost_steps": f"{sum(x.goodput.lost_steps for x in progress):,}",
       "runs": runs(progress).html(),
-      "facts": page.facts(_facts(folder, rows)),
+      "facts": _facts(folder, rows),
     }
   over = all(run.status == state_lib.DONE for run in progress)
   return page.render(
@@ -90,24 +90,15 @@ def goodput(progress: Sequence[monitor.Progress]) -> page.Table:
   groups: dict[str, list[monitor.Progress]] = {}
   for run in readable:
     groups.setdefault(figures.name_of(run.residual), []).append(run)
-  groups["**all**"] = readable
-  columns = []
-  for group in groups.values():
+  rows: dict[str, list[Any]] = {}
+  for group in [*groups.values(), readable]:
     spent = sum((run.goodput for run in group), monitor.goodput_lib.Goodput())
     total = sum(run.seconds for run in group)
     seconds = spent.seconds | {"other": max(0.0, total - spent.total)}
     cells = {name: _share(value, total) for name, value in seconds.items()}
-    columns.append(cells | {"**total**": monitor.duration(total)})
-  rows = [
-    [name.replace("_", " "), *(column[name] for column in columns)]
-    for name in columns[0]
-  ]
-  return page.Table(["", *groups], rows)
-
-
-def values_of(rows: Sequence[Row], name: str) -> str:
-  """All values of a column, in words."""
-  return ", ".join(sorted({str(row[name]) for row in rows}))
+    for name, cell in (cells | {"**total**": monitor.duration(total)}).items():
+      rows.setdefault(name, [name.replace("_", " ")]).append(cell)
+  return page.Table(["", *groups, "**all**"], [*rows.values()])
 
 
 def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
@@ -119,15 +110,18 @@ def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
   columns = ("device", "hardware", "python", "jax", "commit", "data")
   return {
     "Sweep": source,
-    **{name.capitalize(): values_of(rows, name) for name in columns},
+    **{
+      name.capitalize(): ", ".join(sorted({str(row[name]) for row in rows}))
+      for name in columns
+    },
     "Date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
   }
 
 
 def _rates(rows: Sequence[Row]) -> page.Html:
   """Losses by learning rate, and of each scheme at its best one."""
-  settings = losses.by_setting(rows, ("peak_lr", "optim.peak_lr")).values()
-  if all(len({row["peak_lr"] for row in group}) == 1 for group in settings):
+  runs = losses.frame(rows, ("peak_lr", "optim.peak_lr"))
+  if not rows or (runs.groupby("setting")["peak_lr"].nunique() == 1).all():
     return page.Html("")
   return page.fill(
     "<h2>Learning rates</h2>\n{{ every }}\n{{ best }}\n<p class=note>Losses are"

@@ -13,14 +13,14 @@ from experiments.laptop_gain import run
 
 def test_each_arm_trains_at_its_best_rate():
   means = report.mean_losses(run.PUBLISHED.read("rates"))
-  assert {
-    arm: min(by_rate, key=by_rate.get) for arm, by_rate in means.items()
-  } == dict(config.RATES)
+  assert {arm: by_rate.idxmin() for arm, by_rate in means.iterrows()} == dict(
+    config.RATES
+  )
   # An arm that is best at an edge of the four has tried one rate more.
-  for arm, by_rate in means.items():
+  for _, by_rate in means.iterrows():
     edges = config.TRIED_RATES[0], config.TRIED_RATES[-1]
     best = min(config.TRIED_RATES, key=by_rate.get)
-    assert (best in edges) == (len(by_rate) == 1 + len(config.TRIED_RATES)), arm
+    assert (best in edges) == (by_rate.count() == 1 + len(config.TRIED_RATES))
 
 
 def test_holm():
@@ -44,11 +44,11 @@ def test_a_contrast_is_a_paired_t_test():
   apart = np.array([-0.02, -0.03, -0.01, -0.02])
   rows = _rows(prenorm=base, block=base + apart, full=base[:1])
   ((names, contrast),) = report.contrasts(rows).items()
-  assert names == ("block", "prenorm") and contrast.seeds == 4
+  assert names == ("block", "prenorm") and len(contrast.apart.by_seed) == 4
   # t = mean / (deviation / sqrt(4)), with 3 degrees of freedom.
   error = apart.std(ddof=1) / 2
-  assert math.isclose(contrast.difference, -0.02, rel_tol=1e-9)
-  assert math.isclose(contrast.margin, 3.1824463 * error, rel_tol=1e-6)
+  assert math.isclose(contrast.apart.mean, -0.02, rel_tol=1e-9)
+  assert math.isclose(contrast.apart.margin, 3.1824463 * error, rel_tol=1e-6)
   assert math.isclose(contrast.p, 0.016275, rel_tol=1e-3)
   assert "| gains |" in report.results(rows)
   assert report.results(_rows(prenorm=base)) == "Not run yet."
