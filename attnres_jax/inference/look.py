@@ -48,9 +48,9 @@ def _look(options: argparse.Namespace) -> None:
   figure_path = epath.Path(options.output)
   if figure_path.suffix != ".svg":
     config_lib.fail_argument("--output", options.output, "a name such as a.svg")
-  numbers_path = figure_path.with_suffix(".json")
+  digitspath = figure_path.with_suffix(".json")
   files.check_output("--output", figure_path, (_CREATOR,))
-  files.check_output("--output", numbers_path, _MARKS)
+  files.check_output("--output", digitspath, _MARKS)
   import matplotlib
 
   from attnres_jax.analysis import plots
@@ -73,7 +73,7 @@ def _look(options: argparse.Namespace) -> None:
     "networks": {name: _listed(answer) for name, answer in measured.items()},
   }  # fmt: skip
   marked = (figure_path, drawn.getvalue(), (_CREATOR,))
-  numbers = (numbers_path, json.dumps(rows, indent=1) + "\n", _MARKS)
+  numbers = (digitspath, json.dumps(rows, indent=1) + "\n", _MARKS)
   for path, content, marks in (marked, numbers):
     files.write_output("--output", path, content, marks)
     print(path)
@@ -105,8 +105,8 @@ def _listed(answer: Any) -> Any:
   if dataclasses.is_dataclass(answer):
     return {name: _listed(value) for name, value in vars(answer).items()}
   if isinstance(answer, np.ndarray):
-    rounded = np.round(answer.astype(np.float64), 6).astype(object)
-    return np.where(np.isfinite(answer), rounded, None).tolist()
+    digits = np.round(answer.astype(np.float64), 6).astype(object)
+    return np.where(np.isfinite(answer), digits, None).tolist()
   return answer
 
 

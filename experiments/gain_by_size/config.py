@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four networks at several sizes, each at its own learning rate.
+
+part      rates: three learning rates per arm at the smallest size, one seed,
+          half the tokens
+          gain: each arm at its own rate at every size, four other seeds
+arm       the network: prenorm, block, full or denseformer
+size      1m, 4m or 16m, or the pilot's 0.25m: parameters without embeddings
+rate      peak learning rate at the pilot's width; 0 takes the arm's own (RATES)
+budget    multiple of twenty tokens per parameter
+runlocal  shrinks everything to seconds, to try things out
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import types
+from typing import Any, NamedTuple
+
+from attnres_jax import config as config_lib
+from configs import paired
+from experiments.laptop_gain import config as laptop_gain
+
+
+class Size(NamedTuple):
+  """A network, and what it reads in a step.
+
+  Attributes:
+    width: of the residual stream.
+    layers: transformer blocks.
+    block_size: sublayers that Block AttnRes sums.
+    batch: rows of `LENGTH` tokens.
+  """
+
+  width: int
+  layers: int
+  block_size: int
+  batch: int
+
+  @property
+  def mlp_width(self) -> int:
+    """Hidden width of the gated MLP: 8/3 of the width, rounded up."""
+    return -(-8 * self.width // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE
+
+  @property
+  def parameters(self) -> int:
+    """Of the matrices of all blocks: all but embedding, head and gains."""
+    block = 4 * self.width**2 + 3 * self.width * self.mlp_width
+    return self.layers * block
+
+
+NAME = "gain_by_size_"
+SIZES: Mapping[str, Size] = {
+  "0.25m": Size(64, 5, 2, 8),
+  "1m": Size(96, 9, 3, 16),
+  "4m": Size(160, 12, 4, 32),
+  "16m": Size(256, 20, 5, 64),
+}
+PILOT = "0.25m"
+LENGTH, HEAD_WIDTH, MLP_MULTIPLE = 256, 32, 32
+TOKENS_PER_PARAMETER = 20
+ARMS: Mapping[str, Mapping[str, Any]] = {
+  name: laptop_gain.ARMS[name]
+  for name in ("prenorm", "block", "full", "denseformer")
+}
+LABELS = laptop_gain.LABELS
+TRIED_RATES = (0.0025, 0.005, 0.01)
+# Each arm's own rate at the pilot's width: the lowest loss of part=rates. At
+# another width it is divided by the ratio of widths. Empty until part=rates
+# has run.
+RATES: Mapping[str, float] = {}
+RATE_SEED, RATE_BUDGET = 100, 0.5
+SEEDS = (200, 201, 202, 203)
+WARMUP_FRACTION = 0.05
+EVALUATIONS = 4
+# Folder of the prepared text; see corpus.py.
+TEXT = "runs/gain_by_size_text/tokens"
+
+
+def get_config(arg: str | None = None) -> Any:
+  """Config of one run; see the module docstring."""
+  given = _parse(arg)
+  fields = config_lib.choose("arm", given.arm, ARMS)
+  size = config_lib.choose("size", given.size, SIZES)
+  config = paired.get_config(f"runlocal={given.runlocal}")
+  rate = given.rate or RATES.get(given.arm) or TRIED_RATES[0]
+  with config.unlocked():
+    config.name = f"{NAME}{given.size}_{given.arm}"
+    config.update_from_flattened_dict(fields)
+    config.optim.peak_lr = rate
+    if not given.runlocal:
+      _enlarge(config, size, given.budget)
+      config.optim.peak_lr = rate * SIZES[PILOT].width / size.width
+      config.data.source, config.data.path = "tokens", TEXT
+      config.data.tokenizer = "ids"
+    steps = config.train.steps
+    config.optim.warmup_steps = max(1, round(WARMUP_FRACTION * steps))
+    config.train.log_every = max(1, steps // 40)
+    config.train.eval_every = max(1, steps // EVALUATIONS)
+    config.checkpoint.every_steps = config.train.eval_every
+  return config
+
+
+def _enlarge(config: Any, size: Size, budget: float) -> None:
+  model = config.model
+  model.width, model.num_layers = size.width, size.layers
+  model.num_heads, model.mlp_width = size.width // HEAD_WIDTH, size.mlp_width
+  model.residual.block_size = size.block_size
+  config.data.sequence_length, config.data.batch_size = LENGTH, size.batch
+  tokens = TOKENS_PER_PARAMETER * size.parameters * budget
+  config.train.steps = round(tokens / (LENGTH * size.batch))
+
+
+def sweep(add: Callable[..., Any], arg: str | None = None) -> None:
+  """Adds the runs of one part; an argument of `size` or `arm` selects."""
+  given = _parse(arg, size="", arm="")
+  sizes = [given.size] if given.size else [*SIZES]
+  arms = [given.arm] if given.arm else [*ARMS]
+  parts = {"rates": _rates, "gain": _gain}
+  config_lib.choose("part", given.part, parts)(add, sizes, arms)
+
+
+def _rates(
+  add: Callable[..., Any], sizes: Sequence[str], arms: Sequence[str]
+) -> None:
+  del sizes  # Rates are tried at the pilot's.
+  for arm in arms:
+    for rate in TRIED_RATES:
+      _add(add, RATE_SEED, arm=arm, size=PILOT, rate=rate, budget=RATE_BUDGET)
+
+
+def _gain(
+  add: Callable[..., Any], sizes: Sequence[str], arms: Sequence[str]
+) -> None:
+  missing = [arm for arm in arms if arm not in RATES]
+  if missing:
+    config_lib.fail("part", "gain", f"a rate of {missing[0]}: run part=rates")
+  for size in sizes:
+    for seed in SEEDS:
+      for arm in arms:
+        _add(add, seed, arm=arm, size=size)
+
+
+def _add(add: Callable[..., Any], seed: int, **arguments: Any) -> None:
+  add(**arguments, seed=seed, **{"data.seed": seed})
+
+
+def _parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
+  return config_lib.parse_arg(
+    arg,
+    **dict(
+      part="rates", arm="prenorm", size=PILOT, rate=0.0, budget=1.0,
+      runlocal=False,
+    ) | defaults,
+  )  # fmt: skip

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes, the corpus without copies, and what a gain is worth."""
+
+import json
+import zipfile
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import architecture
+from attnres_jax.scaling import grid
+from experiments.gain_by_size import config
+from experiments.gain_by_size import corpus
+from experiments.gain_by_size import report
+
+SPEC = "experiments/gain_by_size/config.py"
+# PreNorm's law, and what Block gains in it: the loss of 1.3 times the price.
+EXPONENT, WORTH, SLOWER = 0.1, 1.3, 1.1
+
+
+@pytest.mark.parametrize("size", config.SIZES)
+def test_parameters_and_tokens_are_those_of_the_network(size):
+  run = config_lib.load_config(f"{SPEC}:size={size},arm=block")
+  of_size = config.SIZES[size]
+  plain = config_lib.load_config(f"{SPEC}:size={size}").model
+  gains = architecture.active_params(plain) - of_size.parameters
+  assert 0 < gains == plain.width * (2 * plain.num_layers + 1)
+  tokens = run.train.steps * run.data.batch_size * run.data.sequence_length
+  assert tokens == pytest.approx(20 * of_size.parameters, rel=1e-3)
+  assert run.optim.peak_lr * run.model.width == pytest.approx(
+    config.TRIED_RATES[0] * 64
+  )
+
+
+def test_runs_of_both_parts(monkeypatch):
+  rates = grid.load(SPEC)
+  assert len({run.name for run in rates}) == 4 * 3
+  with pytest.raises(config_lib.ConfigError, match="run part=rates"):
+    monkeypatch.setattr(config, "RATES", {})
+    config.sweep(lambda **_: None, "part=gain")
+  given = []
+  monkeypatch.setattr(config, "RATES", dict.fromkeys(config.ARMS, 0.005))
+  config.sweep(lambda **run: given.append(run), "part=gain")
+  assert len(given) == 4 * 4 * 4
+  assert {run["seed"] for run in given}.isdisjoint({config.RATE_SEED})
+
+
+def test_a_corpus_has_no_copies(tmp_path):
+  lines = [f"value_{i} = compute_something({i})" for i in range(60)]
+  old, new = lines[:40], lines[40:]
+  texts = {
+    "a.py": old,
+    "b.py": old,  # A copy.
+    "c.py": old[:12] + new[:8],  # More than half of it is.
+    "d.py": old[:8] + new[8:],  # Less.
+    "e.py": ["x = 1"],  # Short.
+    "f.txt": new,
+  }
+  wheel = tmp_path / "w.whl"
+  with zipfile.ZipFile(wheel, "w") as archive:
+    for name, of_file in texts.items():
+      archive.writestr(name, "\n".join(of_file))
+    archive.writestr("g.py", b"\xff" * 1000)
+  counts = corpus.write([wheel], tmp_path / "out.jsonl")
+  written = (tmp_path / "out.jsonl").read_text().splitlines()
+  assert {d["name"]: d["text"] for d in map(json.loads, written)} == {
+    f"w.whl/{name}": "\n".join(texts[name]) for name in ("a.py", "d.py")
+  }
+  assert counts["copies"] == 2 and counts["size"] == counts["encoding"] == 1
+  for line in corpus.WHEELS.read_text().splitlines():
+    assert "==" in line and " --hash=sha256:" in line
+
+
+def _rows(sizes):
+  for size in sizes:
+    price = 20 * config.SIZES[size].parameters ** 2 * 1e-12
+    for arm in config.ARMS:
+      for seed in config.SEEDS:
+        worth = WORTH if arm == "block" else 1.0
+        loss = (price * worth) ** -EXPONENT + 1e-5 * (seed % 7)
+        yield {
+          "size": size, "arm": arm, "seed": str(seed), "tokens": "1000",
+          "peak_lr": "0.001", "validation_loss": f"{loss:.9f}",
+          "compute_attention": f"{price:.6g}", "seconds": "1", "data": "d",
+          "training_seconds":
+            f"{100 * price * (SLOWER if arm == 'block' else 1):.6g}",
+          "device": "1 x cpu", "hardware": "cpu", "commit": "c",
+          "python": "p", "jax": "j",
+        }  # fmt: skip
+
+
+def test_what_a_gain_is_worth():
+  rows = list(_rows(["0.25m", "1m", "4m"]))
+  by_flops = report.worth(rows, "block", "compute_attention")
+  assert by_flops.value == pytest.approx(WORTH, rel=0.01)
+  # Slower steps cost what they cost, and no more.
+  by_time = report.worth(rows, "block", "training_seconds")
+  assert by_time.value == pytest.approx(WORTH / SLOWER, rel=0.01)
+  text = report.answer(rows)
+  assert "Block reaches" in text and "at equal seconds it is ahead" in text
+  assert "Nobody has run 16m yet." in text
+  table = report.results(rows)
+  assert "| 1.10 |" in table and "| 16m | Block |  |  |" in table
+  assert report.figure(rows).axes[1].get_xlabel() == "seconds of 1 x cpu"
+
+
+def test_two_sizes_or_two_devices_have_no_law():
+  rows = list(_rows(["0.25m", "1m"]))
+  assert "Three sizes make a law" in report.answer(rows)
+  rows = list(_rows(["0.25m", "1m", "4m"]))
+  for row in rows:
+    row["device"] = f"1 x {row['size']}"
+  assert report.worth(rows, "block", "training_seconds") is None
+  assert report.worth(rows, "block", "compute_attention") is not None
