@@ -103,4 +103,4 @@ plots.mixing_matrices(
 # ## Next
 #
 # To keep a scheme, put its class into a file of `attnres_jax/models/residuals/`
-# and its name into `RESIDUALS`. Tests of all schemes then run on it as well.
+# and its name into `attnres_jax/config/schemes.py`. Tests of all schemes then run on it as well.

@@ -86,21 +86,35 @@ def test_one_line_names_field_value_and_what_is_accepted(
   assert "\n" not in message
 
 
+def _of_scheme(name):
+  residual = c.residual_config(name)
+  return c.to_dict(c.RunConfig(model=c.ModelConfig(residual=residual)))
+
+
 _NUMBERS = [
-  (name, value)
-  for name, value in c.flatten(c.to_dict(c.RunConfig())).items()
-  if isinstance(value, (int, float)) and not isinstance(value, bool)
+  (name, value, scheme)
+  for scheme in (
+    "block_attnres",
+    "full_attnres",
+    "mhc",
+    "laurel_lr",
+    "gated_residual",
+  )
+  for name, value in c.flatten(_of_scheme(scheme)).items()
+  if (scheme == "block_attnres" or name.startswith("model.residual."))
+  and isinstance(value, (int, float))
+  and not isinstance(value, bool)
 ]
 
 
-@pytest.mark.parametrize("field,usual", _NUMBERS)
-def test_every_number_has_bounds_and_a_type(field, usual):
+@pytest.mark.parametrize("field,usual,scheme", _NUMBERS)
+def test_every_number_has_bounds_and_a_type(field, usual, scheme):
   """The error of a number says which field, which value, and what else."""
   wrong = [-(10**9), 10**400, "64", True, None]
   wrong += [math.nan, math.inf] if isinstance(usual, float) else [64.5]
   *parents, leaf = field.split(".")
   for value in wrong:
-    fields = c.to_dict(c.RunConfig())
+    fields = _of_scheme(scheme)
     functools.reduce(dict.__getitem__, parents, fields)[leaf] = value
     with pytest.raises(c.ConfigError) as error:
       c.build_run_config(fields)
@@ -329,22 +343,21 @@ def test_a_field_that_cannot_act_is_refused(name, default, acts, fails):
   with pytest.raises(c.ConfigError, match=f"^config.{name}: .* acts only"):
     c.load_config(MICRO, {name: default} | fails)
   # What only the file says is accepted.
-  c.load_config(MICRO, {name: default} | fails, by_hand=())
+  c.load_config(MICRO, {name: default} | fails, by_hand=False)
 
 
 @pytest.mark.parametrize("scheme", residuals.RESIDUALS)
 def test_a_field_of_residual_that_its_scheme_does_not_read(scheme):
   """Set by hand; sweeps set it for the runs it is for."""
   model = c.load_config(MICRO, {"model.residual.name": scheme}).model
-  takes = set(residuals.scheme_of(model).takes)
-  if form := residuals.abstract_residual(model).form:
-    takes.add("form")
-  others = {f.name for f in dataclasses.fields(model.residual)}
-  for leaf in others - {"name", "read"}:
-    name, value = f"model.residual.{leaf}", getattr(model.residual, leaf)
-    value = form if leaf == "form" and form else value or 2
-    if leaf in ("block_size", "num_blocks", "rank", "streams"):
-      value = 2
+  takes = {f.name for f in dataclasses.fields(model.residual)}
+  if not residuals.scheme_of(model).has_blocks:
+    takes -= {"block_size", "num_blocks"}
+  for leaf, value in dict(
+    block_size=2, num_blocks=2, rank=2, streams=2, schedule_size=2,
+    gate="scalar", stream_dtype="bfloat16", form="one_softmax",
+  ).items():  # fmt: skip
+    name = f"model.residual.{leaf}"
     given = {"model.residual.name": scheme, name: value}
     if leaf in takes:
       c.load_config(MICRO, given)
@@ -368,6 +381,10 @@ def test_a_field_of_residual_that_its_scheme_does_not_read(scheme):
     ({"model.last_mixer": "nope"}, "model.last_mixer: got 'nope'"),
     ({"model.residual.name": "nope"}, "model.residual.name: got 'nope'"),
     ({"model.residual.streams": 3}, "model.residual.streams: got 3"),
+    (
+      {"model.residual.name": "elmo", "model.residual.read.heads": 0},
+      "model.residual.read.heads: got 0, expected no value of its own",
+    ),
     ({"model.residual.read.heads": 5}, "read.heads: got 5, .* divisor of"),
     ({"model.residual.read.rank": 999}, "read.rank: got 999, .* at most"),
     ({"optim.name": "nope"}, "optim.name: got 'nope'"),

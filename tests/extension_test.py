@@ -16,8 +16,10 @@ import pytest
 from attnres_jax import analysis
 from attnres_jax import config as config_lib
 from attnres_jax import flops
+from attnres_jax import models
 from attnres_jax import optimizer
 from attnres_jax.common import sharding
+from attnres_jax.config import describe
 from attnres_jax.flops import parameters
 from attnres_jax.flops import report as flops_report
 from attnres_jax.flops import traffic
@@ -40,6 +42,7 @@ WIDTH, LENGTH, LAYERS = 16, 32, 2
 def registered(monkeypatch):
   # Undone after each test, as are the lines of the page.
   monkeypatch.setitem(residuals.RESIDUALS, "damped", None)
+  monkeypatch.setitem(residuals.RESIDUALS, "fading", None)
   monkeypatch.setitem(sublayer.CORES, "shift", None)
   monkeypatch.setitem(optimizer.OPTIMIZERS, "lion", None)
   page = "extend.md"
@@ -96,6 +99,37 @@ def test_flops_parameters_and_bytes_are_counted():
   assert parts["residual"].total == 2 * LAYERS * WIDTH
   # The sum and an output in, the sum out, which is the next input.
   assert traffic.of_scheme(config.model) == traffic.Traffic(reads=2, writes=1)
+
+
+def test_options_of_a_scheme_are_fields_flags_and_help():
+  """They are declared in its file, and nowhere else."""
+  spec = "configs/lm.py:residual=fading"
+  flags = {"model.residual.start": "0.5", "model.residual.learns": "no"}
+  source = config_lib.Source(spec, flags)
+  config = source.load()
+  model = models.build_model(config.model)
+  np.testing.assert_array_equal(model.residual.factor[...], 0.5)
+  _, slots = model.residual.open(None, 0, 2)
+  assert not model.residual.learns and slots.shape[0] == 2
+  again = config_lib.build_run_config(json.loads(config_lib.to_json(config)))
+  assert again.model.residual == config.model.residual
+  names = {f"model.residual.{name}" for name in ("start", "learns")}
+  text = describe.to_text("model.residual", config)
+  assert all(f"--config.{name}=" in text for name in names)
+  assert "number from 0 to 1" in text and "all factors start" in text
+  assert not any(name in describe.to_text() for name in names)
+  effects = [config_lib.affects(name) for name in sorted(names)]
+  assert effects == [{"function", "step"}, {"draw"}]
+  for given, message in (
+    ((spec, {"model.residual.start": 1.5}), "got 1.5, expected a number from"),
+    (("configs/lm.py", {"model.residual.start": 0.5}), "got 0.5, expected 1.0"),
+    (("configs/lm.py", {"model.residual.start": 1.0}), "got 1.0, expected no"),
+  ):
+    with pytest.raises(config_lib.ConfigError) as error:
+      config_lib.load_config(*given)
+    assert str(error.value).startswith(
+      f"config.model.residual.start: {message}"
+    )
 
 
 def test_letters_say_how_to_train_and_cut_it():

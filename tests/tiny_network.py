@@ -28,9 +28,7 @@ _FIELDS = dict(
   mlp_width=24,
   init_std=0.2,
 )
-_OF_RESIDUAL = {
-  field.name for field in dataclasses.fields(config_lib.ResidualConfig)
-}
+_OF_MODEL = {field.name for field in dataclasses.fields(config_lib.ModelConfig)}
 
 
 def config(name: str = "block_attnres", **fields) -> config_lib.ModelConfig:
@@ -38,13 +36,13 @@ def config(name: str = "block_attnres", **fields) -> config_lib.ModelConfig:
 
   Args:
     name: the scheme; one that sums blocks has two of them.
-    **fields: of `ModelConfig` and of its `ResidualConfig`.
+    **fields: of `ModelConfig`, and options of the scheme.
   """
-  residual = {f: fields.pop(f) for f in _OF_RESIDUAL & fields.keys()}
+  residual = {f: fields.pop(f) for f in fields.keys() - _OF_MODEL}
   if not residual.get("block_size"):
     residual.setdefault("num_blocks", 2)
   return config_lib.ModelConfig(
-    residual=config_lib.ResidualConfig(name, **residual), **_FIELDS | fields
+    residual=config_lib.residual_config(name, **residual), **_FIELDS | fields
   )
 
 

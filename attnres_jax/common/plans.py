@@ -135,7 +135,8 @@ def under_other_schemes(
   The first of `schemes` with a row counts; None if there is no row.
   """
   for name in schemes:
-    other = apply(config, {"model.residual.name": name})
+    residual = config_lib.under(config.model.residual, name)
+    other = apply(config, {"model.residual": residual})
     row = find(other, devices, path)
     if row is not None and name != config.model.residual.name:
       return overrides_of(row)
@@ -185,7 +186,10 @@ def config_hash(config: config_lib.RunConfig) -> str:
 
   So new fields, at their defaults, do not make a plan obsolete.
   """
-  default = config_lib.flatten(config_lib.to_dict(config_lib.RunConfig()))
+  residual = type(config.model.residual)()
+  model = config_lib.ModelConfig(residual=residual)
+  run = config_lib.RunConfig(model=model)
+  default = config_lib.flatten(config_lib.to_dict(run))
   fields = {
     name: value
     for name, value in config_lib.flatten(config_lib.to_dict(config)).items()

@@ -35,6 +35,8 @@ from attnres_jax.config.load import load_config as load_config
 from attnres_jax.config.load import parse_arg as parse_arg
 from attnres_jax.config.load import parse_field as parse_field
 from attnres_jax.config.load import parse_values as parse_values
+from attnres_jax.config.load import residual_config as residual_config
+from attnres_jax.config.load import under as under
 from attnres_jax.config.model import ActivationConfig as ActivationConfig
 from attnres_jax.config.model import AttentionConfig as AttentionConfig
 from attnres_jax.config.model import KdaConfig as KdaConfig
@@ -42,6 +44,9 @@ from attnres_jax.config.model import MlaConfig as MlaConfig
 from attnres_jax.config.model import ModelConfig as ModelConfig
 from attnres_jax.config.model import MoeConfig as MoeConfig
 from attnres_jax.config.model import RopeConfig as RopeConfig
+from attnres_jax.config.residual import (
+  DepthAttentionConfig as DepthAttentionConfig,
+)
 from attnres_jax.config.residual import DepthReadConfig as DepthReadConfig
 from attnres_jax.config.residual import ResidualConfig as ResidualConfig
 from attnres_jax.config.run import BYTE_VOCAB_SIZE as BYTE_VOCAB_SIZE

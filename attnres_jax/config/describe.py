@@ -39,9 +39,11 @@ def to_text(part: str = "", config: run.RunConfig = run.RunConfig()) -> str:
 
 def meanings(cls: type) -> dict[str, str]:
   """Field -> what the docstring of its dataclass says of it, in one line."""
-  doc = inspect.getdoc(cls) or ""
-  text = textwrap.dedent(doc.partition("Attributes:\n")[2])
-  entries = re.findall(r"^(\w+): (.*?)(?=^\w|\Z)", text, re.S | re.M)
+  entries = []
+  for base in reversed(cls.__mro__):
+    doc = inspect.cleandoc(base.__doc__ or "")
+    text = textwrap.dedent(doc.partition("Attributes:\n")[2])
+    entries += re.findall(r"^(\w+): (.*?)(?=^\w|\Z)", text, re.S | re.M)
   return {name: " ".join(meaning.split()) for name, meaning in entries}
 
 

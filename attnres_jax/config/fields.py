@@ -10,7 +10,7 @@ with a field that does not is refused at import. What may change at a resume,
 what an export has to state and what a plan depends on follow from this.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import dataclasses
 import functools
 import inspect
@@ -135,7 +135,8 @@ class Checked:
   alternatives = typing.cast(tuple[tuple[str, ...], ...], ())
 
   def __init_subclass__(cls, prefix: str = "", root: str = "config."):
-    cls._prefix = f"{root}{prefix}." if prefix else root
+    if prefix or root != "config.":  # Else that of its base.
+      cls._prefix = f"{root}{prefix}." if prefix else root
     for name, effects in _effects(cls).items() if root == "config." else ():
       if not effects:
         raise TypeError(
@@ -173,14 +174,15 @@ def conditions(field: dataclasses.Field) -> dict[str, Accepted]:
   }
 
 
-def check_acts(config: Checked, name: str) -> None:
+def check_acts(config: Checked, name: str, value: Any) -> None:
   """Refuses a field that was set, if it cannot act in this config.
 
   Args:
     config: a whole one, or the part that `name` begins in.
     name: of the field, with dots.
+    value: to which it was set.
   """
-  part, value = config, functools.reduce(getattr, name.split("."), config)
+  part = config
   for leaf in name.split("."):
     (field,) = (f for f in dataclasses.fields(part) if f.name == leaf)  # pyrefly: ignore[bad-argument-type]
     for other, accepted in conditions(field).items():
@@ -292,6 +294,18 @@ def kinds(cls: type) -> dict[str, Any]:
   return {name: _without_effects(kind) for name, kind in fields.items()}
 
 
+def family(cls: type) -> Iterator[type]:
+  """A class of configs and its subclasses, which have options of schemes."""
+  yield cls
+  for subclass in cls.__subclasses__():
+    yield from family(subclass)
+
+
+def with_field(cls: type, name: str) -> type:
+  """The first class of a family that has a field; `cls` itself if none has."""
+  return next((c for c in family(cls) if name in kinds(c)), cls)
+
+
 def affected(cls: type, name: str) -> frozenset[str]:
   """The effects of a field, some of `EFFECTS` and "step".
 
@@ -300,6 +314,7 @@ def affected(cls: type, name: str) -> frozenset[str]:
     name: of the field below it, with dots.
   """
   part, _, rest = name.partition(".")
+  cls = with_field(cls, part)
   return affected(kinds(cls)[part], rest) if rest else _effects(cls)[part]
 
 

@@ -2,13 +2,14 @@
 """Turns a config file and overrides into a checked `RunConfig` and JSON."""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import difflib
 import importlib.machinery
 import inspect
 import json
+import operator
 import os
 import pathlib
 import re
@@ -27,12 +28,16 @@ from attnres_jax.config.errors import ConfigError
 from attnres_jax.config.errors import choose
 from attnres_jax.config.errors import fail
 from attnres_jax.config.errors import running
+from attnres_jax.config.residual import ResidualConfig
 from attnres_jax.config.run import BYTE_VOCAB_SIZE
 from attnres_jax.config.run import RunConfig
+from attnres_jax.config.schemes import SCHEMES
 
 T = TypeVar("T")
 # What stands for the folder of configs, and that folder: a link in a clone.
 _INSTALLED = "attnres_jax"
+_REGISTRY = "attnres_jax.models.residuals"
+_RESIDUAL = "model.residual."
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # The beginning of a tuple of words as Python writes it, not of an expression
 # such as (a|b); and commas between words, not those of a{1,2}.
@@ -130,10 +135,60 @@ def build_run_config(config: Mapping[str, Any]) -> RunConfig:
   return run
 
 
+def residual_config(
+  name: str = "block_attnres", **options: Any
+) -> ResidualConfig:
+  """A residual scheme with some of its options.
+
+  Options of other schemes have no place in it: at their defaults, or without an
+  effect on the function, they are left out.
+
+  Raises:
+    ConfigError: there is no such scheme, it has no such option, or not such a
+      value of it.
+  """
+  cls = _options_of(fields_lib.accept(f"config.{_RESIDUAL}name", name, str))
+  kinds = fields_lib.kinds(cls)
+  taken = {o: value for o, value in options.items() if o in kinds}
+  given = {o: getattr(options[o], "__dict__", options[o]) for o in options}
+  for option, value in dicts.flatten(given).items():
+    if option.split(".")[0] in kinds:
+      continue
+    _kind(_RESIDUAL + option, value)
+    owner = fields_lib.with_field(ResidualConfig, option.split(".")[0])
+    default = operator.attrgetter(option)(owner())
+    effects = fields_lib.affected(ResidualConfig, option)
+    if value != default and "execution" not in effects:
+      expected = f"{default!r} with {_RESIDUAL}name={name!r}"
+      fail(_RESIDUAL + option, value, expected)
+  return _build(cls, {"name": name} | taken, _RESIDUAL)
+
+
+def under(residual: ResidualConfig, name: str) -> ResidualConfig:
+  """Another scheme, with the options that both have."""
+  options = fields_lib.kinds(_options_of(name)).keys() - {"name"}
+  both = {o: getattr(residual, o) for o in options if hasattr(residual, o)}
+  return residual_config(name, **both)
+
+
+def _options_of(name: str) -> type[ResidualConfig]:
+  """The class of a scheme's options.
+
+  Raises:
+    ConfigError: there is no such scheme; lists the schemes by family.
+  """
+  field = f"{_RESIDUAL}name"
+  if _REGISTRY not in sys.modules:  # Else a config file may have added some.
+    choose(field, name, {n: n for f in SCHEMES.values() for n in f}, SCHEMES)
+  from attnres_jax.models import residuals
+
+  return residuals.scheme_named(name).Options
+
+
 def load_config(
   spec: str,
   overrides: Mapping[str, Any] | None = None,
-  by_hand: Iterable[str] | None = None,
+  by_hand: bool = True,
 ) -> RunConfig:
   """Loads `path/to/file.py:key=value,...`, overrides fields, and freezes it.
 
@@ -143,8 +198,8 @@ def load_config(
   Args:
     spec: a config file, or the config.json of a run; see `split_spec`.
     overrides: dotted field name to value, such as {"optim.peak_lr": 3e-4}.
-    by_hand: which of these a person has set for this run, so that they have to
-      act in it; by default all of them.
+    by_hand: whether a person has set these for this run, so that they have to
+      act in it.
 
   Raises:
     ConfigError: no such file, field or accepted value, or the values do not
@@ -174,14 +229,15 @@ def load_config(
           _set(config, other, default)
     values = config.to_dict()
   run = build_run_config(values)
-  by_hand = tuple((overrides or {}) if by_hand is None else by_hand)
-  for name in by_hand:
-    fields_lib.check_acts(run, name)
+  given = overrides if overrides and by_hand else {}
+  for name, value in given.items():
+    if not name.startswith(_RESIDUAL):
+      fields_lib.check_acts(run, name, value)
   # Last, since it imports JAX. Names of schemes, mixers and optimisers are keys
   # of registries, which a config file may extend.
   from attnres_jax.train import described
 
-  described.check_new(run, by_hand)
+  described.check_new(run, given)
   return run
 
 
@@ -348,7 +404,10 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
   for name, value in values.items():
     kind = choose(f"{prefix}{name}", str(name), kinds)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-      value = _build(kind, value, f"{prefix}{name}.")
+      if kind is ResidualConfig:
+        value = residual_config(**value)
+      else:
+        value = _build(kind, value, f"{prefix}{name}.")
     given[name] = value
   return cls(**given)
 
@@ -389,6 +448,7 @@ def _meaning(name: str) -> str:
   """What the docstring says of a field."""
   parent, _, leaf = name.rpartition(".")
   cls = _kind(parent, None) if parent else RunConfig
+  cls = fields_lib.with_field(cls, leaf)
   return describe.meanings(cls).get(leaf, "")
 
 
@@ -404,9 +464,15 @@ def _kind(name: str, value: Any) -> Any:
   for depth, part in enumerate(parts, start=1):
     if not dataclasses.is_dataclass(kind):
       fail(name, value, "the name of a field")
-    kinds = fields_lib.kinds(kind)
+    kinds = fields_lib.kinds(fields_lib.with_field(kind, part))
+    if part not in kinds and kind is ResidualConfig:  # Of another scheme.
+      importlib.import_module(_REGISTRY)
+      kinds = fields_lib.kinds(fields_lib.with_field(kind, part))
     if part not in kinds:
-      listed = ", ".join(sorted(kinds))
+      names = {
+        name for c in fields_lib.family(kind) for name in fields_lib.kinds(c)
+      }
+      listed = ", ".join(sorted(names))
       fail(".".join(parts[:depth]), part, f"one of {listed}{hint(part)}")
     kind = kinds[part]
   return kind

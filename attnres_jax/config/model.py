@@ -273,7 +273,7 @@ class ModelConfig(fields.Checked, prefix="model"):
   kda: KdaConfig = fields.acts(KdaConfig(), sublayer_kinds=fields.has("kda"))
   mla: MlaConfig = fields.acts(MlaConfig(), sublayer_kinds=fields.has("mla"))
   moe: MoeConfig = MoeConfig()
-  residual: residual_lib.ResidualConfig = residual_lib.ResidualConfig()
+  residual: residual_lib.ResidualConfig = residual_lib.DepthAttentionConfig()
   value_residual: fields.Function[bool] = False
 
   def __post_init__(self):

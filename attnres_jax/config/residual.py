@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The description of the residual scheme of a network."""
+"""The residual scheme of a network: its name, and options of its own.
+
+A scheme with options has a subclass of `ResidualConfig` in its file
+(`Residual.Options`). The options of depth attention are here, since the default
+scheme has them and configs do without JAX.
+"""
 
 import dataclasses
-from typing import Literal
+import typing
+from typing import Any, Literal
 
 from attnres_jax.config import fields
 
@@ -14,7 +20,7 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
   The default is the paper's: a learned query per read, normalised keys, one
   softmax. `query`, `score`, `key_norm`, `window` and `heads` are rows of its
   Table 4. For options without `batched`, the queries of a block cannot be
-  answered together, and `ResidualConfig.form` has no effect.
+  answered together, and `DepthAttentionConfig.form` has no effect.
 
   Attributes:
     heads: H, softmaxes per read, each over its slice of the width (MHAR,
@@ -98,7 +104,11 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
 
 @dataclasses.dataclass(frozen=True)
 class ResidualConfig(fields.Checked, prefix="model.residual"):
-  """The residual scheme that connects the sublayers, and its shape.
+  """The residual scheme that connects the sublayers, and sizes of blocks.
+
+  A config file gives sizes to all schemes that it compares; those without
+  blocks do not read them. `residual_config` makes an instance, of the class of
+  the scheme's options.
 
   Attributes:
     name: a key of `attnres_jax.models.residuals.RESIDUALS`.
@@ -106,38 +116,12 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
       one each). 0 derives it from `num_blocks`.
     num_blocks: blocks of Block AttnRes (N), which gives S = ceil(L / N). Set
       either this or `block_size`.
-    form: `two_phase` batches the queries of a block over the completed sources
-      and merges the open source (Alg. 1); `one_softmax` is the definition.
-    schedule_size: sublayers that share one phase 1 in Full AttnRes; affects the
-      schedule, not the function.
-    rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr`,
-      width / 8 in `gated_residual`. Others refuse it.
-    streams: residual streams of schemes that have several; others refuse it.
-    stream_dtype: in which these streams are kept between sublayers; sums and
-      coefficients are float32 in any case. `bfloat16` halves what they move and
-      occupy, and rounds each stream once per sublayer. Only
-      `hyper_connections`, `mhc` and their relatives take it.
-    gate: factor of the depth mixture in `delta_attnres` and its relatives.
-      `one` is no gate; `zero`, a learned number per sublayer that starts at
-      zero; `scalar` and `vector`, the sigmoid of a learned number per sublayer,
-      or per channel, that starts at -2. `own` is the scheme's own: `zero` in
-      `delta_mh`, else `one`.
-    read: how depth attention scores and weighs its sources.
   """
 
   name: fields.Function[str] = "block_attnres"
   block_size: fields.Function[fields.Count] = 0
   num_blocks: fields.Function[fields.Count] = 0
   alternatives = (("block_size",), ("num_blocks",))
-  form: fields.Execution[Literal["two_phase", "one_softmax"]] = "two_phase"
-  schedule_size: fields.Execution[fields.Size] = 6
-  rank: fields.Function[fields.Count] = 0
-  streams: fields.Function[fields.Size] = 4
-  stream_dtype: fields.Precision[Literal["float32", "bfloat16"]] = "float32"
-  gate: fields.Function[Literal["own", "one", "zero", "scalar", "vector"]] = (
-    "own"
-  )
-  read: DepthReadConfig = DepthReadConfig()
 
   def __post_init__(self):
     super().__post_init__()
@@ -147,6 +131,10 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
       f"0 when block_size is given (block_size is {self.block_size})",
     )
 
+  if typing.TYPE_CHECKING:  # A scheme knows the class of its options.
+
+    def __getattr__(self, name: str) -> Any: ...
+
   def sublayers_per_block(self, num_sublayers: int) -> int:
     """S, given L: `block_size`, or ceil(L / `num_blocks`)."""
     if self.block_size:
@@ -154,3 +142,22 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
     accepted = "sublayers per block (or num_blocks above 0)"
     self.require(self.num_blocks, "block_size", accepted)
     return -(-num_sublayers // self.num_blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class DepthAttentionConfig(ResidualConfig):
+  """Options of all schemes with depth attention.
+
+  Attributes:
+    form: `two_phase` batches the queries of a block over the completed sources
+      and merges the open source (Alg. 1); `one_softmax` is the definition.
+    read: how depth attention scores and weighs its sources.
+  """
+
+  form: fields.Execution[Literal["two_phase", "one_softmax"]] = "two_phase"
+  read: DepthReadConfig = DepthReadConfig()
+
+  @property
+  def effective_read(self) -> DepthReadConfig:
+    """`read`, with the scheme's own values in place of its defaults."""
+    return self.read

@@ -115,8 +115,9 @@ def residual_flops(model: config_lib.ModelConfig) -> float:
   Counted in the program of its definition, so that the number belongs to the
   function and not to the order in which a form computes it.
   """
-  residual = dataclasses.replace(model.residual, form="one_softmax")
-  model = dataclasses.replace(model, residual=residual)
+  if isinstance(model.residual, config_lib.DepthAttentionConfig):
+    residual = dataclasses.replace(model.residual, form="one_softmax")
+    model = dataclasses.replace(model, residual=residual)
   scheme = residuals.abstract_residual(model)
   token = jax.ShapeDtypeStruct((1, 1, model.width), model.dtype)
 

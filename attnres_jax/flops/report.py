@@ -39,9 +39,9 @@ def make_report(config: config_lib.RunConfig) -> Report:
   for name in dict.fromkeys([*residuals.headline(), model.residual.name]):
     residual = model.residual
     if name != residual.name:  # It may refuse the scheme's other options.
-      fields = ("block_size", "num_blocks", "schedule_size")
-      sizes = {field: getattr(residual, field) for field in fields}
-      residual = config_lib.ResidualConfig(name, **sizes)
+      residual = config_lib.residual_config(
+        name, block_size=residual.block_size, num_blocks=residual.num_blocks
+      )
     scheme = dataclasses.replace(model, residual=residual)
     try:
       schemes[name] = _scheme(scheme, length)

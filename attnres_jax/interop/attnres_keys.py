@@ -37,8 +37,14 @@ _GENERIC = {
 
 def _written(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
   """The network with only the fields that are written."""
-  shape = table.network(config)
-  return table.build({name: table.get(shape, name) for name in FIELDS})
+  return table.build(_values(table.network(config)))
+
+
+def _values(config: config_lib.ModelConfig) -> dict[str, Any]:
+  """All of `FIELDS`; at their defaults, options that the scheme lacks."""
+  both = (config_lib.ModelConfig(), config)
+  default, values = (config_lib.flatten(dataclasses.asdict(c)) for c in both)
+  return {name: (default | values)[name] for name in FIELDS}
 
 
 def _read_network(keys: table.Keys, so_far: Any) -> dict[str, Any]:
@@ -57,7 +63,7 @@ def _write_network(config: config_lib.ModelConfig) -> dict[str, Any]:
   )
   for kind in config.sublayer_kinds:
     config_lib.choose("model.mixers", kind, layout.KINDS)
-  nested = table.nested({name: table.get(config, name) for name in FIELDS})
+  nested = table.nested(_values(config))
   classes = {"AutoConfig": "AttnResConfig", "AutoModelForCausalLM": CLASS}
   return {name: table.get(config, f) for name, f in _GENERIC.items()} | {
     "network": nested,

@@ -295,7 +295,9 @@ def network(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
   Fields without an effect on this network are at their defaults, and sizes
   that follow from others are written out.
   """
-  plain = config_lib.flatten(dataclasses.asdict(config_lib.ModelConfig()))
+  residual = type(config.residual)()
+  default = config_lib.ModelConfig(residual=residual)
+  plain = config_lib.flatten(dataclasses.asdict(default))
   flat = config_lib.flatten(dataclasses.asdict(config))
   mixers, last = pattern(config.sublayer_kinds[::2])
   flat |= dict(
@@ -329,7 +331,7 @@ def network(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
   if scheme == "block_attnres" and (residual.block_size or residual.num_blocks):
     size = residual.sublayers_per_block(config.num_sublayers)
     flat["residual.block_size"] = min(size, config.num_sublayers)
-  return build(flat | {name: plain[name] for name in EXECUTION})
+  return build(flat | {name: plain[name] for name in EXECUTION if name in flat})
 
 
 def pattern(kinds_: Sequence[str]) -> tuple[tuple[str, ...], str]:

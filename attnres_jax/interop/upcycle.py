@@ -92,15 +92,10 @@ def upcycle(
       old.residual.name,
       f"{_FROM!r}: of another, no scheme computes the same function",
     )
-  scheme = config_lib.choose(
-    "model.residual.name",
-    residual.name,
-    residuals.RESIDUALS,
-    residuals.families(),
-  )
-  if getattr(scheme, "can_sum", False):
+  scheme = residuals.scheme_named(residual.name)
+  if getattr(scheme, "attends_last", False):
     read = dataclasses.replace(residual.read, scale="sum")
-    residual = dataclasses.replace(residual, read=read)
+    residual = config_lib.residual_config(**vars(residual) | {"read": read})
   config = dataclasses.replace(old, residual=residual)
   config.check_num_blocks()
   check_begins_as_prenorm(config)
@@ -146,7 +141,7 @@ def check_begins_as_prenorm(config: config_lib.ModelConfig) -> None:
       fail(why)
   our_reads = _reads(config)
   plain = dataclasses.replace(
-    config, residual=config_lib.ResidualConfig(name=_FROM)
+    config, residual=config_lib.residual_config(_FROM)
   )
   for l, (ours, expected) in enumerate(zip(our_reads, _reads(plain)), 1):
     for value in ours:
@@ -188,7 +183,7 @@ def _upcycle_run(options: argparse.Namespace) -> None:
   for name_of_size in ("num_blocks", "block_size", "heads", "rank"):
     size = getattr(options, name_of_size)
     fields.accept(f"--{name_of_size}", size, fields.Count)
-  residual = config_lib.ResidualConfig(
+  residual = config_lib.residual_config(
     name=name, num_blocks=options.num_blocks, block_size=options.block_size,
     rank=options.rank,
     read=config_lib.DepthReadConfig(heads=options.heads),

@@ -55,7 +55,7 @@ def network(
       expert_width=expert_width,
       dense_layers=int(first_dense),
     ),
-    residual=config_lib.ResidualConfig(name="prenorm"),
+    residual=config_lib.ResidualConfig("prenorm"),
   )
 
 

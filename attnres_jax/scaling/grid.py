@@ -20,6 +20,7 @@ of Python.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -47,6 +48,11 @@ UNHASHED = (
   "train.profile_steps",
   "train.compiler_options",
 )
+# Options that every config had, and that names of runs therefore depend on.
+_OF_ALL_SCHEMES = dict(
+  form="two_phase", schedule_size=6, rank=0, streams=4, stream_dtype="float32",
+  gate="own", read=dataclasses.asdict(config_lib.DepthReadConfig()),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +140,14 @@ def load(
     raise config_lib.ConfigError(f"config file {path!r}: its sweep adds no run")
   varied = {name for run in runs for name in run.overrides if "." in name}
   for name in sorted(varied) if given else ():
-    _check_acts(name, runs)
+    values = (r.overrides[name] for r in runs if name in r.overrides)
+    _check_acts(name, next(values), runs)
   for name, value in source.fields.items():
     if all(name in run.overrides for run in runs):
       config_lib.fail_argument(
         f"--config.{name}", value, "a field that the sweep does not set"
       )
-    _check_acts(name, runs)
+    _check_acts(name, source.values()[name], runs)
   for name in (word.partition("=")[0] for word in arg.split(",")):
     set_to = [r.overrides[name] for r in runs if name in r.overrides]
     # The same in all runs, it may be the argument's.
@@ -170,7 +177,7 @@ def of_axes(
   return sweep
 
 
-def _check_acts(name: str, runs: Sequence[Run]) -> None:
+def _check_acts(name: str, value: Any, runs: Sequence[Run]) -> None:
   """Refuses a field, set for all runs, that acts in none of them."""
   from attnres_jax.train import described
 
@@ -178,7 +185,7 @@ def _check_acts(name: str, runs: Sequence[Run]) -> None:
   for run in runs:
     config = config_lib.build_run_config(run.config)
     try:
-      described.check_acts(config, name)
+      described.check_acts(config, name, value)
       return
     except config_lib.ConfigError as error:
       refusals.append(error)
@@ -214,7 +221,7 @@ def config_resolver(
         arguments.append(f"{key}={value}")
     path, given = load_lib.split_spec(spec)
     argument = ",".join([*filter(None, [given]), *arguments])
-    run = config_lib.load_config(f"{path}:{argument}", changed, by_hand=())
+    run = config_lib.load_config(f"{path}:{argument}", changed, by_hand=False)
     return config_lib.to_dict(run)
 
   return resolve
@@ -257,6 +264,9 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 def config_hash(config: Mapping[str, Any]) -> str:
   """A short hexadecimal hash of all fields of a resolved config."""
   hashed = _without(config, "")
+  with contextlib.suppress(KeyError):
+    residual = _OF_ALL_SCHEMES | hashed["model"]["residual"]
+    hashed = hashed | {"model": hashed["model"] | {"residual": residual}}
   text = json.dumps(
     hashed, sort_keys=True, separators=(",", ":"), allow_nan=False
   )

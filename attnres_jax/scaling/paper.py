@@ -66,7 +66,7 @@ class Size:
 
   def compute(self, counting: str, scheme: str = "prenorm") -> float:
     """PFLOP/s-days, with the published N and blocks of four sublayers."""
-    residual = config_lib.ResidualConfig(
+    residual = config_lib.residual_config(
       name=scheme if counting == "residual" else "prenorm", block_size=4
     )
     model = dataclasses.replace(self.model, residual=residual)

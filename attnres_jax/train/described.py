@@ -7,7 +7,7 @@ its optimiser can be built, which takes a tenth of a second. Only a mesh needs
 devices (`train_state.make_program`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 import dataclasses
 import functools
 from typing import Any
@@ -65,7 +65,7 @@ def _check_built(
   jax.eval_shape(optimizer.make_optimizer(optim).init, network)
 
 
-def check_new(config: config_lib.RunConfig, by_hand: Iterable[str]) -> None:
+def check_new(config: config_lib.RunConfig, by_hand: Mapping[str, Any]) -> None:
   """`check` of a config that no run has yet, whose fields a person has set.
 
   Raises:
@@ -73,29 +73,29 @@ def check_new(config: config_lib.RunConfig, by_hand: Iterable[str]) -> None:
     NotImplementedError: the scheme lacks a method.
   """
   check(config)
-  if "num_blocks" in residuals.scheme_of(config.model).takes:
+  if residuals.scheme_of(config.model).has_blocks:
     config.model.check_num_blocks()
-  for name in by_hand:
-    check_acts(config, name)
+  for name, value in by_hand.items():
+    check_acts(config, name, value)
 
 
-def check_acts(config: config_lib.RunConfig, name: str) -> None:
+def check_acts(config: config_lib.RunConfig, name: str, value: Any) -> None:
   """Refuses a field that a person has set, if it does not act in this config.
 
   Raises:
     ConfigError: says beside what it acts.
   """
-  fields.check_acts(config, name)
-  field, residual = name.removeprefix(_RESIDUAL), config.model.residual
-  if field == name or field == "name" or "." in field:
-    return
-  value = getattr(residual, field)
-  if not value:  # Such as 0 blocks.
-    return
-  if field == "form":
-    acts = residuals.abstract_residual(config.model).form == value
-  else:
-    acts = field in residuals.scheme_of(config.model).takes
-  if not acts:
-    expected = f"no value of its own with model.residual.name={residual.name!r}"
-    config_lib.fail(name, value, f"{expected}, which does not read it")
+  option = name.removeprefix(_RESIDUAL).split(".")[0]
+  if name.startswith(_RESIDUAL) and option != "name":
+    residual, sizes = config.model.residual, {"block_size", "num_blocks"}
+    options = {*fields.kinds(type(residual))} - {"name"}
+    if not residuals.scheme_of(config.model).has_blocks:
+      options -= sizes
+    acts = option in options or option in sizes and not value
+    if option == "form" and acts:
+      acts = residuals.abstract_residual(config.model).form == value
+    if not acts:
+      listed = ", ".join(sorted(options)) or "none"
+      given = f"{_RESIDUAL}name={residual.name!r}, whose options are {listed}"
+      config_lib.fail(name, value, f"no value of its own with {given}")
+  fields.check_acts(config, name, value)

@@ -54,7 +54,7 @@ def _dense(
   **fields: Any,
 ) -> Network:
   """A bfloat16 decoder outside of scans, with `blocks` depth blocks."""
-  residual = config_lib.ResidualConfig(num_blocks=blocks)
+  residual = config_lib.residual_config(num_blocks=blocks)
   shape: dict[str, Any] = {
     "vocab_size": 32768, "num_heads": width // 128, "dtype": "bfloat16",
     "scan_layers": False, "residual": residual,
@@ -127,12 +127,12 @@ def with_arm(network: Network, arm: str) -> config_lib.ModelConfig:
   """
   scheme, options = _parsed(arm)
   model = network.model
-  residual_fields: dict[str, Any] = {"name": scheme}
-  residual_fields |= _taken(options, config_lib.ResidualConfig)
-  read = _taken(options, config_lib.DepthReadConfig)
-  if read:
-    residual_fields["read"] = dataclasses.replace(model.residual.read, **read)
-  residual = dataclasses.replace(model.residual, **residual_fields)
+  residual = config_lib.under(model.residual, scheme)
+  residual_fields = _taken(options, type(residual))
+  if isinstance(residual, config_lib.DepthAttentionConfig):
+    read = _taken(options, config_lib.DepthReadConfig)
+    residual_fields["read"] = dataclasses.replace(residual.read, **read)
+  residual = dataclasses.replace(residual, **residual_fields)
   fields = _taken(options, _Model)
   for name in options.keys() - {"layers"}:
     config_lib.fail_argument("--arms", arm, f"no option {name}")

@@ -269,7 +269,7 @@ def vectors() -> Iterator[Row]:
   """Vectors that a token moves per sublayer: counted, and as printed."""
   for depth, (sublayers, block_size) in DEPTHS.items():
     for scheme, printed in paper.TABLE_1.items():
-      residual = config_lib.ResidualConfig(
+      residual = config_lib.residual_config(
         name=scheme, block_size=block_size, schedule_size=block_size,
         streams=_STREAMS,
       )  # fmt: skip

@@ -62,7 +62,7 @@ SMALL = config_lib.ModelConfig(
   num_heads=2,
   mlp_width=96,
   init_std=0.2,
-  residual=config_lib.ResidualConfig(block_size=4),
+  residual=config_lib.residual_config(block_size=4),
 )
 # Standard deviation of what is added to the parameters of a scheme.
 SPREAD = 0.3
@@ -79,7 +79,7 @@ def facts(name: str) -> dict[str, Any]:
       "model.vocab_size": 257,
       "model.residual.num_blocks": 8,
     },
-    by_hand=(),
+    by_hand=False,
   ).model
   scheme = residuals.scheme_of(model)
   counted = flops.flops_per_token(model, LENGTH)
@@ -134,7 +134,7 @@ def _state_vectors(model: config_lib.ModelConfig) -> float:
 
 
 def _config(name: str) -> config_lib.ModelConfig:
-  residual = dataclasses.replace(SMALL.residual, name=name)
+  residual = config_lib.under(SMALL.residual, name)
   return dataclasses.replace(SMALL, residual=residual)
 
 

@@ -48,7 +48,7 @@ FASTER = ("^residual/=10",)
 # The order of the data differs from the source's.
 OTHER_ORDER = 1000
 
-_Residual = config_lib.ResidualConfig
+_Residual = config_lib.residual_config
 # Arm -> the scheme, and fields of `optim`.
 ARMS: dict[str, tuple[config_lib.ResidualConfig, dict[str, Any]]] = {
   report.BASELINE: (_Residual("prenorm"), {}),

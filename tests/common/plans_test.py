@@ -186,7 +186,8 @@ def test_a_plan_may_be_a_pipeline(file):
 
 
 def test_a_plan_of_another_scheme_is_that_of_the_same_network(file):
-  prenorm = plans.apply(_config(), {"model.residual.name": "prenorm"})
+  residual = config_lib.under(_config().model.residual, "prenorm")
+  prenorm = plans.apply(_config(), {"model.residual": residual})
   schemes = ("block_attnres", "prenorm")
   overrides = plans.under_other_schemes(prenorm, DEVICES, schemes, file)
   assert overrides == OVERRIDES

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import build_model
+from attnres_jax import config as config_lib
 from attnres_jax import load_config
 from attnres_jax.models import layer_stacks
 from tests import tiny_run
@@ -115,7 +116,7 @@ def test_a_layer_norm_is_applied_to_what_a_sublayer_reads(network, name):
   """Reads equal those with identities in front of sublayers with the norm."""
   config, _, sublayers, embedding_BTD = network
   config = dataclasses.replace(
-    config, residual=dataclasses.replace(config.residual, name=name)
+    config, residual=config_lib.under(config.residual, name)
   )
   norms = [
     nnx.LayerNorm(config.width, rngs=nnx.Rngs(i)) for i in range(len(sublayers))

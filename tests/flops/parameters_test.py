@@ -79,7 +79,7 @@ def test_other_configs_are_the_networks(spec):
 @pytest.mark.parametrize("tied", [False, True])
 def test_schemes_are_the_networks(name, tied):
   model = _load("kimi_linear.py:runlocal")
-  residual = dataclasses.replace(model.residual, name=name)
+  residual = config_lib.under(model.residual, name)
   _check_against_network(
     dataclasses.replace(model, residual=residual, tie_embeddings=tied)
   )

@@ -251,7 +251,7 @@ def test_the_code_of_the_card_writes_text(
   monkeypatch.chdir(tmp_path)
   config = config_lib.RunConfig(model=config_lib.ModelConfig(
     vocab_size=257, width=32, num_layers=2, num_heads=2, mlp_width=48,
-    residual=config_lib.ResidualConfig(residual, num_blocks=2),
+    residual=config_lib.residual_config(residual, num_blocks=2),
   ))  # fmt: skip
   _run_of_ours(tmp_path / "run", config, factor=3.0)
   folder = tmp_path / "out"

@@ -205,7 +205,7 @@ def test_configs_that_are_refused(family, changes, words):
 @pytest.mark.parametrize(
   "fields,words",
   [
-    (dict(residual=config_lib.ResidualConfig("rescaled")), "residual.name"),
+    (dict(residual=config_lib.residual_config("rescaled")), "residual.name"),
     (dict(qkv_norm=True), "config.model.qkv_norm"),
   ],
 )

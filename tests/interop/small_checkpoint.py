@@ -48,13 +48,13 @@ FIELDS["kimi_k3"] = KIMI | dict(
     num_experts=4, top_k=2, expert_width=32, dense_layers=1, num_shared=2,
     scaling_factor=1.0, latent_width=64, latent_norm=True,
   ),
-  residual=config_lib.ResidualConfig("block_attnres", block_size=4),
+  residual=config_lib.residual_config("block_attnres", block_size=4),
 )  # fmt: skip
 FIELDS["attnres"] = dict(rope_theta=0.0)
 CONFIG = config_lib.ModelConfig(
   vocab_size=300, width=64, num_layers=3, num_heads=4, num_kv_heads=2,
   head_width=16, mlp_width=96,
-  residual=config_lib.ResidualConfig(name="prenorm"),
+  residual=config_lib.residual_config(name="prenorm"),
 )  # fmt: skip
 
 

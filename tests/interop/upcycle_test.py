@@ -23,7 +23,7 @@ from attnres_jax.train import checkpoint
 from tests import tiers
 from tests.interop import small_checkpoint
 
-Residual = config_lib.ResidualConfig
+Residual = config_lib.residual_config
 # Of four sublayers, the last block has one.
 SCHEMES = {
   "full": Residual("full_attnres"),

@@ -118,7 +118,7 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
     depth_loop="unrolled",
     init_std=0.3,
     dtype="float64",
-    residual=config_lib.ResidualConfig(name=name, **fields),
+    residual=config_lib.residual_config(name=name, **fields),
   )
   module = residuals.build_residual(config, rngs=nnx.Rngs(params=seed))
   rng = np.random.default_rng(seed)

@@ -106,7 +106,7 @@ def test_unrolled_with_checkpoints_nothing_changes():
 
 
 def test_trace_sees_the_network():
-  network = _with(residual=config_lib.ResidualConfig("rescaled"))
+  network = _with(residual=config_lib.residual_config("rescaled"))
 
   @jax.jit
   def both(network):

@@ -24,7 +24,7 @@ MODEL = config_lib.ModelConfig(
   vocab_size=32, width=16, num_layers=2, num_heads=4,
   mixers=("attention", "mla"),
   mla=MLA, init_std=0.3,
-  residual=config_lib.ResidualConfig(name="prenorm", num_blocks=2),
+  residual=config_lib.residual_config(name="prenorm", num_blocks=2),
 )  # fmt: skip
 BIASED = config_lib.AttentionConfig(qkv_bias=True)
 MIXERS = {

@@ -84,7 +84,7 @@ def make_config(
       num_heads=1,
       mlp_width=2 * WIDTH,
       dtype="float32",
-      residual=config_lib.ResidualConfig(
+      residual=config_lib.residual_config(
         "block_attnres", block_size=layout.block_size or 0
       ),
     ),

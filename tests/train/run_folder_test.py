@@ -36,7 +36,9 @@ def test_a_file_in_the_place_of_checkpoints_is_refused(name, tmp_path):
 
 
 def test_every_field_of_execution_is_tried():
-  model = config_lib.flatten(dataclasses.asdict(config_lib.ModelConfig()))
+  residual = config_lib.residual_config("full_attnres")
+  model = config_lib.ModelConfig(residual=residual)
+  model = config_lib.flatten(dataclasses.asdict(model))
   assert _OTHERWISE.keys() == {
     name for name in model if "execution" in config_lib.affects(f"model.{name}")
   }
@@ -53,8 +55,9 @@ def test_a_run_may_resume_when_a_model_is_computed_otherwise(name):
     state = train_state.make_program(config, mesh).abstract_state
     return {n: (a.shape, a.dtype) for n, a in trees.to_flat(state).items()}
 
+  scheme = "full_attnres" if "schedule" in name else "block_attnres"
   run = config_lib.RunConfig(
-    model=tiny_network.config("block_attnres", **tiny_network.KINDS)
+    model=tiny_network.config(scheme, **tiny_network.KINDS)
   )
   other = plans.apply(run, {f"model.{name}": _OTHERWISE[name]})
   assert other != run and run_folder.is_harmless(f"model.{name}")

@@ -41,7 +41,7 @@ def runs(tmp_path_factory):
       "model.residual.name": overrides["residual"],
       "seed": overrides["seed"], "data.seed": overrides["data.seed"],
     }  # fmt: skip
-    config = config_lib.load_config(tiny_run.SPEC, given, by_hand=())
+    config = config_lib.load_config(tiny_run.SPEC, given, by_hand=False)
     return config_lib.to_dict(config)
 
   sweep = grid.Sweep(resolve)

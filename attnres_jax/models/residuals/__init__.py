@@ -15,28 +15,14 @@ Symbols of arXiv:2603.15031 and their names here:
   b_n^i   partial sum of a block       BlockState.partial, and the carry
 """
 
+import importlib
+
 from flax import nnx
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax.config.schemes import SCHEMES
 from attnres_jax.models.residuals import base
-from attnres_jax.models.residuals import block_attnres
-from attnres_jax.models.residuals import ddl
-from attnres_jax.models.residuals import delta
-from attnres_jax.models.residuals import dense
-from attnres_jax.models.residuals import elmo
-from attnres_jax.models.residuals import full_attnres
-from attnres_jax.models.residuals import gated_residual
-from attnres_jax.models.residuals import highway
-from attnres_jax.models.residuals import hyper_connections
-from attnres_jax.models.residuals import laurel
-from attnres_jax.models.residuals import mhc
-from attnres_jax.models.residuals import mrla
-from attnres_jax.models.residuals import mudd
-from attnres_jax.models.residuals import postnorm
-from attnres_jax.models.residuals import prenorm
-from attnres_jax.models.residuals import scaled
-from attnres_jax.models.residuals import siamesenorm
 from attnres_jax.models.residuals.base import QKV
 from attnres_jax.models.residuals.base import Residual
 from attnres_jax.models.residuals.base import run_through
@@ -52,41 +38,15 @@ __all__ = [
   "families",
   "headline",
   "run_through",
+  "scheme_named",
   "scheme_of",
 ]
 
-# Name -> class.
+# Name -> class; `config.schemes` lists them.
 RESIDUALS: dict[str, type[base.Residual]] = {
-  "prenorm": prenorm.PreNorm,
-  "rescaled": prenorm.Rescaled,
-  "elmo": elmo.Elmo,
-  "rezero": scaled.ReZero,
-  "layerscale": scaled.LayerScale,
-  "laurel_lr": laurel.LaurelLR,
-  "highway": highway.Highway,
-  "postnorm": postnorm.PostNorm,
-  "deepnorm": postnorm.DeepNorm,
-  "keel": postnorm.Keel,
-  "hybridnorm": postnorm.HybridNorm,
-  "siamesenorm": siamesenorm.SiameseNorm,
-  "gated_residual": gated_residual.GatedResidual,
-  "ddl": ddl.DDL,
-  "static_hyper_connections": hyper_connections.StaticHyperConnections,
-  "hyper_connections": hyper_connections.HyperConnections,
-  "mhc": mhc.MHC,
-  "mhc_lite": mhc.MHCLite,
-  "full_attnres": full_attnres.FullAttnRes,
-  "block_attnres": block_attnres.BlockAttnRes,
-  "delta_attnres": delta.DeltaAttnRes,
-  "delta_block": delta.DeltaBlock,
-  "delta_mh": delta.DeltaHeads,
-  "densenet": dense.DenseNet,
-  "denseformer": dense.DenseFormer,
-  "dwa": dense.Dwa,
-  "mrla": mrla.Mrla,
-  "mrla_light": mrla.MrlaLight,
-  "mrla_linear": mrla.MrlaLinear,
-  "mudd": mudd.Mudd,
+  name: getattr(importlib.import_module(f"{__name__}.{file}"), scheme)
+  for file, schemes in SCHEMES.items()
+  for name, scheme in schemes.items()
 }
 
 
@@ -103,8 +63,13 @@ def build_residual(
 
 def scheme_of(config: config_lib.ModelConfig) -> type[base.Residual]:
   """The class of `build_residual`."""
+  return scheme_named(config.residual.name)
+
+
+def scheme_named(name: str) -> type[base.Residual]:
+  """The class of a scheme; raises as `build_residual` does."""
   return config_lib.choose(
-    "model.residual.name", config.residual.name, RESIDUALS, families=families()
+    "model.residual.name", name, RESIDUALS, families=families()
   )
 
 

@@ -29,9 +29,7 @@ stream) go through `coefficient`, so that analysis can hold them fixed.
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
-import dataclasses
 import functools
-import operator
 from typing import Any, NamedTuple, Self, TypeVar
 
 from flax import nnx
@@ -99,16 +97,13 @@ class Residual(nnx.Module):
     scans_blocks: whether `models.block_scan` can run its blocks.
     block_size: sublayers between one completed block and the next.
     stream: whether states have more than blocks at the end of a block, too.
-    reads_depth: whether `config.residual.read` describes its reads; otherwise,
-      this has to keep its defaults.
     form: how it reads over depth, "two_phase" or "one_softmax", if it does.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
       without, it is the identity.
     final_norm: whether there is a norm between the readout and the head.
     qkv_norm: whether mixers have the norms of `model.qkv_norm` in any case.
-    takes: which fields of `config.residual` it reads, besides `form`. Of the
-      others, `rank`, `streams`, `stream_dtype` and `gate` have to keep their
-      defaults, and nobody may set sizes of blocks by hand.
+    Options: the class of `config.residual`, a dataclass with its options.
+    has_blocks: whether it reads the sizes of blocks there.
   """
 
   style = styles.Style()
@@ -120,25 +115,18 @@ class Residual(nnx.Module):
   # Sublayers of a completed block; None if states contain no blocks.
   block_size: int | None = None
   stream = False
-  reads_depth = False
   form: str | None = None
   pre_norm = True
   final_norm = True
   qkv_norm = False
-  takes: tuple[str, ...] = ()
+  Options = config_lib.ResidualConfig
+  has_blocks = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     """For the schemes that draw parameters at random, `rngs`."""
-    fields = dict.fromkeys(("rank", "streams", "stream_dtype", "gate"), False)
-    fields |= dict.fromkeys(self.takes, True)
-    for field in dataclasses.fields(config_lib.DepthReadConfig):
-      fields[f"read.{field.name}"] = self.reads_depth
-    residual, default = config.residual, config_lib.ResidualConfig()
-    for field, has in fields.items():
-      value, accepted = map(operator.attrgetter(field), (residual, default))
-      if value != accepted and not has:
-        expected = f"{accepted!r} with model.residual.name={residual.name!r}"
-        config_lib.fail(f"model.residual.{field}", value, expected)
+    if type(config.residual) is not self.Options:
+      expected = f"residual_config({config.residual.name!r}, ...)"
+      config_lib.fail("model.residual", config.residual, expected)
     self.num_sublayers = config.num_sublayers
     self.dtype = jnp.dtype(config.dtype)
 

@@ -35,8 +35,7 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
   style = styles.Style("Block AttnRes", "#2f86d6", "s")
   certainty = styles.Certainty.PAPER
   headline = True
-  can_sum = True
-  takes = ("block_size", "num_blocks")
+  has_blocks = True
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

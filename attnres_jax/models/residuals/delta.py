@@ -14,7 +14,7 @@ So phase 1 is the whole read, and a segment scans with the stream as its carry.
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flax import nnx
 import jax
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
+from attnres_jax.config import fields
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import definition
@@ -54,6 +55,40 @@ class GatedSlot(NamedTuple):
   attention: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Options(config_lib.DepthAttentionConfig):
+  """Options of Delta AttnRes and its relatives.
+
+  Attributes:
+    gate: factor of the depth mixture. `one` is no gate; `zero`, a number per
+      sublayer that starts at zero; `scalar` and `vector`, the sigmoid of a
+      number per sublayer, or channel, that starts at -2. `own` is the scheme's
+      own: `zero` in `delta_mh`, else `one`.
+  """
+
+  gate: fields.Function[Literal["own", "one", "zero", "scalar", "vector"]] = (
+    "own"
+  )
+  gate_of_scheme = "one"
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsOptions(Options):
+  """Options of `delta_mh`, which has 8 heads and a learned null source."""
+
+  gate_of_scheme = "zero"
+
+  @property
+  def effective_read(self) -> config_lib.DepthReadConfig:
+    self.read.require(
+      self.read.null != "zero",
+      "null",
+      "'learned', or 'none' for the scheme's own, which is learned",
+    )
+    heads = self.read.heads or 8
+    return dataclasses.replace(self.read, heads=heads, null="learned")
+
+
 class Stream(depth_read.DepthAttention):
   """Shared by all forms: the stream, its gate, no attention at the readout.
 
@@ -66,16 +101,13 @@ class Stream(depth_read.DepthAttention):
   """
 
   attends_last = False
-  can_sum = False
-  takes = ("gate",)
-  # What `model.residual.gate="own"` stands for.
-  own_gate = "one"
+  Options = Options
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     gate = config.residual.gate
     if gate == "own":
-      gate = self.own_gate
+      gate = config.residual.gate_of_scheme
     self.bounded = gate in ("scalar", "vector")
     shape = (self.num_sublayers, config.width)[: 2 if gate == "vector" else 1]
     axes, start = "LD"[: len(shape)], _CLOSED if self.bounded else 0.0
@@ -110,6 +142,11 @@ class Stream(depth_read.DepthAttention):
     return jax.tree.map(added, rho)
 
 
+@dataclasses.dataclass(frozen=True)
+class ValuesOptions(Options, full_attnres.Options):
+  """Options of the form over all values."""
+
+
 class DeltaAttnRes(Stream, full_attnres.FullAttnRes):
   """Delta AttnRes over all values.
 
@@ -121,6 +158,7 @@ class DeltaAttnRes(Stream, full_attnres.FullAttnRes):
   style = styles.Style("Delta AttnRes", "#8a4fc4", "^", (0, (4, 2.5)))
   certainty = styles.Certainty.CODE
   headline = False
+  Options = ValuesOptions
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     sources, slots = super().open(state, start, stop)
@@ -171,7 +209,7 @@ class DeltaBlock(Stream):
 
   style = styles.Style("Delta Block AttnRes", "#8a4fc4", "s", (0, (4, 2.5)))
   certainty = styles.Certainty.CODE
-  takes = (*Stream.takes, "block_size", "num_blocks")
+  has_blocks = True
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
   stream = True
 
@@ -282,18 +320,7 @@ class DeltaHeads(DeltaBlock):
 
   style = styles.Style("Delta MHAR", "#8a4fc4", "D")
   certainty = styles.Certainty.CODE
-  own_gate = "zero"
-
-  def read_options(
-    self, given: config_lib.DepthReadConfig
-  ) -> config_lib.DepthReadConfig:
-    if given.null == "zero":
-      config_lib.fail(
-        "model.residual.read.null",
-        given.null,
-        "'learned', or 'none' for the scheme's own, which is learned",
-      )
-    return dataclasses.replace(given, heads=given.heads or 8, null="learned")
+  Options = HeadsOptions
 
 
 def _no_weights(sources: Sequence[jax.Array]) -> jax.Array:

@@ -173,18 +173,16 @@ class DepthAttention(base.Residual):
     options: of the reads.
     queries: of the L sublayers and, if it attends, of the readout.
     attends_last: whether the readout does.
-    can_sum: whether reads may have `scale="sum"`.
   """
 
-  reads_depth = True
-  can_sum = False
+  Options = config_lib.DepthAttentionConfig
   attends_last = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
     self.scannable = False
-    options = self.read_options(config.residual.read)
+    options = config.residual.effective_read
     self.options = checked(options, config.width)
     self.form = config.residual.form if options.batched else "one_softmax"
     self.queries = DepthQueries(
@@ -201,7 +199,7 @@ class DepthAttention(base.Residual):
     if self.options.scale == "mean":
       return None
     labels = self.source_labels()
-    if not self.can_sum or labels is None:
+    if not self.attends_last or labels is None:
       config_lib.fail(
         "model.residual.read.scale",
         self.options.scale,
@@ -209,12 +207,6 @@ class DepthAttention(base.Residual):
       )
     most = 1 + self.options.window if self.options.window else None
     return tuple(len(sources[:most]) for sources in labels)
-
-  def read_options(
-    self, given: config_lib.DepthReadConfig
-  ) -> config_lib.DepthReadConfig:
-    """The options of the scheme's reads, given the configured ones."""
-    return given
 
   @property
   def two_phase(self) -> bool:

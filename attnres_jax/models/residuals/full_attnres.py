@@ -10,16 +10,30 @@ form, one softmax per read, is the definition (`depth_read`).
 """
 
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 from flax import nnx
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax.config import fields
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 from attnres_jax.models.residuals import styles
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(config_lib.DepthAttentionConfig):
+  """Options of Full AttnRes.
+
+  Attributes:
+    schedule_size: sublayers that share one phase 1; affects the schedule, not
+      the function.
+  """
+
+  schedule_size: fields.Execution[fields.Size] = 6
 
 
 class FullAttnRes(base.Values, depth_read.DepthAttention):
@@ -32,8 +46,7 @@ class FullAttnRes(base.Values, depth_read.DepthAttention):
   style = styles.Style("Full AttnRes", "#d1478f", "^")
   certainty = styles.Certainty.PAPER
   headline = True
-  can_sum = True
-  takes = ("schedule_size",)
+  Options = Options
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

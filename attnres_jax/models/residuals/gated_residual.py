@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated Residual: several streams, each read through a gate per channel."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
+from attnres_jax.config import fields
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import styles
@@ -44,6 +46,19 @@ class GateSlot(NamedTuple):
   next_down_MDR: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Options(config_lib.ResidualConfig):
+  """Options of Gated Residual.
+
+  Attributes:
+    rank: R of the gates' maps; 0 for width / 8.
+    streams: m.
+  """
+
+  rank: fields.Function[fields.Count] = 0
+  streams: fields.Function[fields.Size] = 4
+
+
 class GatedResidual(base.Residual):
   """The residual of Qwen3.8-Next (arXiv:2608.30320), from released code.
 
@@ -69,7 +84,7 @@ class GatedResidual(base.Residual):
 
   style = styles.Style("Gated Residual", "#1f9bcf", "P")
   certainty = styles.Certainty.CODE
-  takes = ("rank", "streams")
+  Options = Options
   pre_norm = False
   final_norm = False
 

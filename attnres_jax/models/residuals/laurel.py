@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LAuReL, the learned augmented residual layer (arXiv:2411.07501)."""
 
+import dataclasses
 from typing import Any
 
 from flax import nnx
@@ -9,9 +10,21 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
+from attnres_jax.config import fields
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals import styles
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(config_lib.ResidualConfig):
+  """Options of LAuReL.
+
+  Attributes:
+    rank: R of the low-rank map; 0 for 64.
+  """
+
+  rank: fields.Function[fields.Count] = 0
 
 
 class LaurelLR(prenorm.Stream):
@@ -35,7 +48,7 @@ class LaurelLR(prenorm.Stream):
   """
 
   style = styles.Style("LAuReL-LR", "#5f9e3f", "s")
-  takes = ("rank",)
+  Options = Options
   certainty = styles.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

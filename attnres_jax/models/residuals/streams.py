@@ -27,8 +27,9 @@ what is computed from them is not used.
 """
 
 from collections.abc import Iterable
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flax import nnx
 import jax
@@ -37,6 +38,7 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
+from attnres_jax.config import fields
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 
@@ -64,6 +66,21 @@ class Carry(NamedTuple):
   coefficients: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Options(config_lib.ResidualConfig):
+  """Options of hyper-connections and their relatives.
+
+  Attributes:
+    streams: M.
+    stream_dtype: in which streams are kept between sublayers; sums and
+      coefficients are float32 in any case. `bfloat16` halves what they move and
+      occupy, and rounds each stream once per sublayer.
+  """
+
+  streams: fields.Function[fields.Size] = 4
+  stream_dtype: fields.Precision[Literal["float32", "bfloat16"]] = "float32"
+
+
 class Streams(base.Residual):
   """A scheme with M streams, whose every parameter has a leading axis L.
 
@@ -73,7 +90,7 @@ class Streams(base.Residual):
   """
 
   mean = False
-  takes = ("streams", "stream_dtype")
+  Options = Options
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

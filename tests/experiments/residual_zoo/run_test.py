@@ -21,7 +21,7 @@ def rows():
     width=16,
     num_layers=3,
     mlp_width=24,
-    residual=config_lib.ResidualConfig(block_size=2),
+    residual=config_lib.residual_config(block_size=2),
   )
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(run, "SMALL", small)
