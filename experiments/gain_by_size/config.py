@@ -70,7 +70,7 @@ RATES: Mapping[str, float] = {}
 RATE_SEED, RATE_BUDGET = 100, 0.5
 SEEDS = (200, 201, 202, 203)
 WARMUP_FRACTION = 0.05
-EVALUATIONS = 4
+SAVES = 4
 # Folder of the prepared text; see corpus.py.
 TEXT = "runs/gain_by_size_text/tokens"
 
@@ -94,8 +94,7 @@ def get_config(arg: str | None = None) -> Any:
     steps = config.train.steps
     config.optim.warmup_steps = max(1, round(WARMUP_FRACTION * steps))
     config.train.log_every = max(1, steps // 40)
-    config.train.eval_every = max(1, steps // EVALUATIONS)
-    config.checkpoint.every_steps = config.train.eval_every
+    config.checkpoint.every_steps = max(1, steps // SAVES)
   return config
 
 

@@ -27,6 +27,7 @@ def test_parameters_and_tokens_are_those_of_the_network(size):
   assert 0 < gains == plain.width * (2 * plain.num_layers + 1)
   tokens = run.train.steps * run.data.batch_size * run.data.sequence_length
   assert tokens == pytest.approx(20 * of_size.parameters, rel=1e-3)
+  assert not (run.train.eval_every or run.train.depth_every)  # As `together`.
   assert run.optim.peak_lr * run.model.width == pytest.approx(
     config.TRIED_RATES[0] * 64
   )
