@@ -70,7 +70,7 @@ RATES: Mapping[str, float] = {}
 RATE_SEED, RATE_BUDGET = 100, 0.5
 SEEDS = (200, 201, 202, 203)
 WARMUP_FRACTION = 0.05
-SAVES = 4
+SAVES, LOGS = 4, 40
 # Folder of the prepared text; see corpus.py.
 TEXT = "runs/gain_by_size_text/tokens"
 
@@ -93,7 +93,7 @@ def get_config(arg: str | None = None) -> Any:
       config.data.tokenizer = "ids"
     steps = config.train.steps
     config.optim.warmup_steps = max(1, round(WARMUP_FRACTION * steps))
-    config.train.log_every = max(1, steps // 40)
+    config.train.log_every = max(1, steps // LOGS)
     config.checkpoint.every_steps = max(1, steps // SAVES)
   return config
 
@@ -105,7 +105,8 @@ def _enlarge(config: Any, size: Size, budget: float) -> None:
   model.residual.block_size = size.block_size
   config.data.sequence_length, config.data.batch_size = LENGTH, size.batch
   tokens = TOKENS_PER_PARAMETER * size.parameters * budget
-  config.train.steps = round(tokens / (LENGTH * size.batch))
+  steps = tokens / (LENGTH * size.batch)
+  config.train.steps = LOGS * round(steps / LOGS)
 
 
 def sweep(add: Callable[..., Any], arg: str | None = None) -> None:

@@ -26,8 +26,10 @@ def test_parameters_and_tokens_are_those_of_the_network(size):
   gains = architecture.active_params(plain) - of_size.parameters
   assert 0 < gains == plain.width * (2 * plain.num_layers + 1)
   tokens = run.train.steps * run.data.batch_size * run.data.sequence_length
-  assert tokens == pytest.approx(20 * of_size.parameters, rel=1e-3)
-  assert not (run.train.eval_every or run.train.depth_every)  # As `together`.
+  assert tokens == pytest.approx(20 * of_size.parameters, rel=0.01)
+  # What trains seeds together asks for these.
+  assert not (run.train.eval_every or run.train.depth_every)
+  assert run.train.steps % run.train.log_every == 0
   assert run.optim.peak_lr * run.model.width == pytest.approx(
     config.TRIED_RATES[0] * 64
   )
