@@ -89,7 +89,7 @@ def main(folder):
   options = launchers.Options(
     max_parallel=2, settings={"accelerator": SLICE, "max_restarts": "5"}
   )
-  return launcher.launch(runs, folder, options)
+  return launchers.launch("ray", runs, folder, options)
 
 
 if __name__ == "__main__":

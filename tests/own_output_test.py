@@ -18,9 +18,6 @@ from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
-from attnres_jax.sweep.launchers import jobset
-from attnres_jax.sweep.launchers import skypilot
-from attnres_jax.sweep.launchers import slurm
 from experiments.cost import report
 from experiments.cost import run as cost_run
 from tests import tiny_run
@@ -51,17 +48,23 @@ def sweep(tmp_path_factory):
 
 def _slurm(path, sweep):
   given = {"script": str(path)}
-  return slurm.launch(RUNS, "gs://b/s", launchers.Options(settings=given))
+  return launchers.launch(
+    "slurm", RUNS, "gs://b/s", launchers.Options(settings=given)
+  )
 
 
 def _skypilot(path, sweep):
   given = {"slice": "v6e-16", "task": str(path)}
-  return skypilot.launch(RUNS, "gs://b/s", launchers.Options(settings=given))
+  return launchers.launch(
+    "skypilot", RUNS, "gs://b/s", launchers.Options(settings=given)
+  )
 
 
 def _jobset(path, sweep):
   given = {"image": "a", "slice": "v5p:2x2x2", "manifests": str(path.parent)}
-  return jobset.launch(RUNS, "gs://b/s", launchers.Options(settings=given))
+  return launchers.launch(
+    "jobset", RUNS, "gs://b/s", launchers.Options(settings=given)
+  )
 
 
 def _collect(path, sweep):

@@ -5,6 +5,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import threading
@@ -26,7 +27,6 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import preflight
 from attnres_jax.sweep import state as state_lib
-from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.train import signals
 
 
@@ -42,12 +42,13 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
     options.max_parallel, options.dry_run, settings, options.only
   )
   launcher = launchers.load(options.launcher, told)
+  start = functools.partial(launchers.launch, options.launcher)
   folder = epath.Path(options.workdir)
   runs: list[grid.Run] = options.runs
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
   prices = budget.prices(selected, plans.rows(options.plans))
-  place = budget.place_of(settings_lib.read(launcher.SETTINGS, settings))
+  place = budget.place_of(launchers.read(launcher, told))
   if options.max_chip_hours is not None:
     name = None if place and "gpus=" in place else place
     budget.check(
@@ -65,7 +66,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
     # What the launcher refuses is told before anything is written.
     told_dry = dataclasses.replace(told, dry_run=True)
     with open(os.devnull, "w") as out, contextlib.redirect_stdout(out):
-      launcher.launch(selected, folder, told_dry)
+      start(selected, folder, told_dry)
     page = folder / cli.REPORT
     if page.exists() and not (folder / folder_lib.SWEEP).exists():
       files.fail_foreign("--workdir", folder, cli.REPORT)
@@ -73,7 +74,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
     plans.copy(options.plans, folder)
   selected = grid.select(runs, options.only)
   if options.dry_run:
-    return launcher.launch(selected, folder, told)
+    return start(selected, folder, told)
   launched = {run.name for run in selected}
 
   def report() -> list[monitor.Progress]:
@@ -87,7 +88,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
 
   print(f"{folder / cli.REPORT} follows the runs", flush=True)
   with _regularly(report, experiment.refresh_seconds):
-    result = launcher.launch(selected, folder, told)
+    result = start(selected, folder, told)
   print("drawing the report", flush=True)
   progress = report()
   print(f"report: {folder / cli.REPORT}")

@@ -13,7 +13,7 @@ from tests import tiny_run
 
 
 def run(page, heading, **names):
-  """Executes the Python blocks of a section, one after the other."""
+  """Executes the Python blocks of a section in turn; returns their names."""
   text = (tiny_run.ROOT / "docs" / page).read_text()
   section = text.partition(f"## {heading}\n")[2]
   section = re.split(r"^##", section, maxsplit=1, flags=re.M)[0]
@@ -21,6 +21,7 @@ def run(page, heading, **names):
   assert blocks, heading
   for block in blocks:
     exec(block, names)
+  return names
 
 
 @tiers.parametrize("name", ["block_attnres", "full_attnres"])

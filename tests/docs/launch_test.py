@@ -70,7 +70,9 @@ def test_the_five_commands_are_those_that_are_printed():
   (arguments,) = [words for words in launches() if "--launcher=tpu_vm" in words]
   options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
   given = launchers.Options(settings=actions._settings(options.set))
-  printed = tpu_vm.commands(options.workdir, tpu_vm.parse(given)).values()
+  settings = launchers.read(tpu_vm, given)
+  planned = tpu_vm.plan([], options.workdir, settings)
+  printed = [text.split("\n", 2)[2] for text in planned.commands]
   assert len(printed) == 5
   assert "\n".join(printed) in TEXT
 

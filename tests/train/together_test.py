@@ -14,7 +14,6 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
-from attnres_jax.sweep.launchers import together as launcher
 from attnres_jax.train import loop
 from attnres_jax.train import metrics
 from attnres_jax.train import together
@@ -84,7 +83,7 @@ def test_a_seed_equals_its_ordinary_run(runs, ordinary, tmp_path, capfd):
   losses = [_numbers(rows, "train")[-1, 1] for rows in ordinary.values()]
   assert len(set(losses)) == len(runs), "runs that differ"
   folder_lib.prepare(tmp_path, runs, "here")
-  assert launcher.launch(runs, tmp_path, launchers.Options()) == 0
+  assert launchers.launch("together", runs, tmp_path, launchers.Options()) == 0
   _assert_same(tmp_path, ordinary)
   progress = monitor.of_folder(tmp_path)
   assert {run.status for run in progress} == {state_lib.DONE}
@@ -122,7 +121,7 @@ def test_groups_resume_where_they_were_stopped(runs, ordinary, tmp_path):
       group.advance()
     group.save()
     group.close()
-  assert launcher.launch(runs, tmp_path, launchers.Options()) == 0
+  assert launchers.launch("together", runs, tmp_path, launchers.Options()) == 0
   _assert_same(tmp_path, ordinary)
   rows = metrics.read_rows(tmp_path / runs[0].name)
   events = [row["event"] for row in rows if row["split"] == "event"]
@@ -149,7 +148,7 @@ def test_a_killed_process_loses_the_steps_since_its_last_save(
   group.compile_train()
   while group.step < 6:
     group.advance()
-  assert launcher.launch(saved, tmp_path, launchers.Options()) == 0
+  assert launchers.launch("together", saved, tmp_path, launchers.Options()) == 0
   _assert_same(tmp_path, {run.name: ordinary[run.name] for run in saved})
   rows = metrics.read_rows(tmp_path / saved[0].name)
   (resume,) = [row for row in rows if row.get("event") == "resume"]
@@ -176,7 +175,7 @@ def test_a_seed_that_diverges_leaves_the_others(
 
   monkeypatch.setattr(together.Batches, "train", spoil)
   monkeypatch.setattr(together.step_log.StepLog, "_check_finite", refuse)
-  assert launcher.launch(runs, tmp_path, launchers.Options()) == 1
+  assert launchers.launch("together", runs, tmp_path, launchers.Options()) == 1
   progress = monitor.of_folder(tmp_path)
   statuses = [run.status for run in progress]
   assert statuses == [state_lib.DIVERGED, *[state_lib.DONE] * 3]

@@ -4,24 +4,29 @@
 A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
 
   SETTINGS   {name: settings.Setting}: what `--set name=value` may say to it
-  launch     (runs, folder, options) -> exit status
+  plan       (runs, folder, settings) -> Launch
 
 and maybe
 
+  start      (runs, folder, settings) -> exit status, if it trains by itself
   require    () -> None: raises ConfigError if a package is missing
+  READERS    machines that have to reach the folder, which is then a bucket
 
-`launch` gets runs that `folder.prepare` has created (with `options.dry_run`
-they may not exist yet). It starts `worker.command` for the runs that `todo`
-returns. It returns 0 only when all of them are done (or started, if runs
-continue without the launcher). A failed or damaged run does not stop the
-others, and the exit status of a worker (`attnres_jax.common.exits`) says
-whether to start it again. It raises ConfigError if a setting or the folder
-cannot be used, or a package is missing.
+`launch` is the driver of all of them. It prints the plan in a dry run. Else it
+calls `start` or, without one, writes the files of the plan and prints the
+commands. `plan` gets the runs that `todo` returns (in a dry run they may not
+exist yet) and plans `worker.command` for each. `start` gets all runs, which
+`folder.prepare` has created, and returns 0 only when all of them are done. A
+failed or damaged run does not stop the others, and the exit status of a worker
+(`attnres_jax.common.exits`) says whether to start it again. All of them raise
+ConfigError if a setting or the folder cannot be used.
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
 import importlib
+import os
+import types
 from typing import Any
 
 from etils import epath
@@ -31,6 +36,7 @@ from attnres_jax import sweep
 from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep.launchers import settings as settings_lib
 
 # In every script that a launcher writes: the worker that it starts.
 MARKS = ("attnres_jax.sweep.worker",)
@@ -52,6 +58,72 @@ class Options:
   dry_run: bool = False
   settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
   only: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+  """What a launcher writes and what it, or a person, runs.
+
+  Attributes:
+    files: path -> text; each contains one of `MARKS`.
+    commands: lines of a shell.
+    setting: which setting names the file, or the folder of the files.
+  """
+
+  files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  commands: Sequence[str] = ()
+  setting: str = ""
+
+
+def launch(
+  name: str,
+  runs: Sequence[grid.Run],
+  folder: epath.PathLike,
+  options: Options,
+) -> int:
+  """Starts the workers of runs, or says how; returns the exit status.
+
+  Raises:
+    ConfigError: a setting or the folder cannot be used, a file is not ours, or
+      a package is missing.
+  """
+  module = load(name, options)
+  settings = read(module, options)
+  if hasattr(module, "READERS"):
+    check_bucket(folder, module.READERS)
+  # Workers may have a different working directory.
+  folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
+  if hasattr(module, "start") and not options.dry_run:
+    return module.start(runs, folder, settings)
+  runs = todo(runs, folder, options)
+  planned = module.plan(runs, folder, settings)
+  setting = f"--set={planned.setting}"
+  for path in planned.files:
+    files.check_output(setting, path, MARKS)
+  if not runs:
+    print("no run is left to train")
+  elif options.dry_run:
+    print("---\n".join(planned.files.values()), end="")
+    # So that what is printed is still a manifest or a script.
+    mark = "# " if planned.files else ""
+    print("".join(f"{mark}{line}\n" for line in planned.commands), end="")
+  else:
+    for path, text in planned.files.items():
+      files.write_output(setting, path, text, MARKS)
+    place = getattr(settings, planned.setting) if planned.files else folder
+    print("\n  ".join([f"# {len(runs)} runs in {place}", *planned.commands]))
+  return 0
+
+
+def read(module: Any, options: Options) -> types.SimpleNamespace:
+  """All settings of a launcher, with `options` of the launch.
+
+  Raises:
+    ConfigError: one cannot be used, or is missing.
+  """
+  values = settings_lib.read(module.SETTINGS, options.settings)
+  values.options = options
+  return values
 
 
 def load(name: str, options: Options) -> Any:

@@ -31,7 +31,6 @@ from etils import epath
 import yaml
 
 from attnres_jax.common import exits
-from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
@@ -80,45 +79,36 @@ _MAX_NAME, _POD_SUFFIX = 63, 6
 Manifest = dict[str, Any]
 
 
-def launch(
-  runs: Sequence[grid.Run],
-  folder: epath.PathLike,
-  options: launchers.Options,
-) -> int:
-  """Writes the manifests of all runs that are not done; returns 0."""
-  settings = parse(options)
-  launchers.check_bucket(folder, "pods")
-  todo = launchers.todo(runs, folder, options)
+READERS = "pods"
+
+
+def plan(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
+) -> launchers.Launch:
+  """The manifests, and how to apply and watch them."""
+  settings, target = parse(settings), pathlib.Path(settings.manifests)
   # One file, so that no manifest of an earlier launch is left in the folder.
   manifests: dict[str, Sequence[Manifest]] = {
     "queue.yaml": queue(settings),
-    "runs.yaml": [job_set(run.name, folder, settings) for run in todo],
+    "runs.yaml": [job_set(run.name, folder, settings) for run in runs],
   }
   # The queue starts no worker by itself.
   head = f"# For {launchers.MARKS[0]}\n"
-  texts = {file: head + to_yaml(objects) for file, objects in manifests.items()}
-  target = pathlib.Path(settings.manifests)
-  for file in texts:
-    files.check_output("--set=manifests", target / file, launchers.MARKS)
-  if options.dry_run:
-    print("---\n".join(texts.values()), end="")
-    return 0
-  for file, text in texts.items():
-    files.write_output("--set=manifests", target / file, text, launchers.MARKS)
+  texts = {
+    str(target / file): head + to_yaml(objects)
+    for file, objects in manifests.items()
+  }
   label = f"{SWEEP_LABEL}={_label(folder)}"
-  print(
-    f"{len(todo)} runs in {target}\n"
-    f"  kubectl apply -f {target}\n"
-    f"  kubectl get jobsets -n {settings.namespace} -l {label}"
-  )
-  return 0
+  watch = f"kubectl get jobsets -n {settings.namespace} -l {label}"
+  commands = [f"kubectl apply -f {target}", watch]
+  return launchers.Launch(texts, commands, "manifests")
 
 
-def parse(options: launchers.Options) -> types.SimpleNamespace:
+def parse(settings: types.SimpleNamespace) -> types.SimpleNamespace:
   """The settings of a launch, with `tpu` (the slice), `hosts` of one slice, and
   `flavor` and `node_labels` of the node pools that a run may use.
   """
-  values = settings_lib.read(SETTINGS, options.settings)
+  values = settings
   values.tpu = slices.parse("slice", values.slice, "gke_accelerator")
   chips = values.tpu.chips
   values.chips_per_host = values.chips_per_host or min(
@@ -130,7 +120,9 @@ def parse(options: launchers.Options) -> types.SimpleNamespace:
       values.chips_per_host,
       f"a divisor of {chips}, the slice's",
     )
-  values.quota = values.quota or chips * values.slices * options.max_parallel
+  values.quota = (
+    values.quota or chips * values.slices * values.options.max_parallel
+  )
   values.hosts = chips // values.chips_per_host
   values.flavor = f"{values.tpu.kind}-{values.tpu.shape}"
   # Sweeps on other slices of a cluster keep their queue.
@@ -210,7 +202,9 @@ def _filled(
   given = vars(settings) | values
   # JSON is valid YAML for any characters.
   texts = {
-    name: json.dumps(value) for name, value in given.items() if name != "tpu"
+    name: json.dumps(value)
+    for name, value in given.items()
+    if name not in ("tpu", "options")
   }
   documents = _TEMPLATE.read_text(encoding="utf-8").split("\n---\n")
   return [

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from typing import Any
 
 from etils import epath
@@ -52,15 +53,20 @@ _TICK_SECONDS = 0.1
 _HELD_SECONDS, _HELD_REMOTE_SECONDS = 1.0, 15.0
 
 
-def launch(
-  runs: Sequence[grid.Run], folder: epath.PathLike, options: launchers.Options
+def plan(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
+) -> launchers.Launch:
+  """The worker of each run."""
+  del settings
+  commands = [shlex.join(_command(folder, run)) for run in runs]
+  return launchers.Launch(commands=commands)
+
+
+def start(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
 ) -> int:
   """Runs all workers; returns what the package says, or 130 if stopped."""
-  settings = settings_lib.read(SETTINGS, options.settings)
-  if options.dry_run:
-    for run in launchers.todo(runs, folder, options):
-      print(shlex.join(_command(folder, run)))
-    return 0
+  options = settings.options
   queue = _Queue(runs, epath.Path(folder), options, settings.max_restarts)
   with _signals_to(queue):
     return queue.run()

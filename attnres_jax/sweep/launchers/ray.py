@@ -27,7 +27,6 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import exits
-from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
@@ -58,20 +57,21 @@ class RunError(RuntimeError):
   """A worker ended without finishing its run; Ray may try again."""
 
 
-def launch(
-  runs: Sequence[grid.Run],
-  folder: epath.PathLike,
-  options: launchers.Options,
+def plan(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
+) -> launchers.Launch:
+  """The workers of each run, and what they do."""
+  gang = _gang(parse(settings))
+  commands = [shlex.join(worker.command(folder, run.name)) for run in runs]
+  return launchers.Launch(commands=[f"{gang} {text}" for text in commands])
+
+
+def start(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
 ) -> int:
   """Trains all runs that are not done; 0 once all of them are."""
-  settings = parse(options)
-  # Workers may have a different working directory.
-  folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
+  settings, options = parse(settings), settings.options
   todo = launchers.todo(runs, folder, options)
-  if options.dry_run:
-    for run in todo:
-      print(_gang(settings), shlex.join(worker.command(folder, run.name)))
-    return 0
   ray = _import("ray")
   # Keep the working directory, so that relative paths of the configuration
   # work.
@@ -100,10 +100,9 @@ def require() -> None:
     _import(name)
 
 
-def parse(options: launchers.Options) -> types.SimpleNamespace:
+def parse(settings: types.SimpleNamespace) -> types.SimpleNamespace:
   """The settings of a launch, with `tpu`, the slice or None."""
-  given = options.settings
-  values = settings_lib.read(SETTINGS, given)
+  given, values = settings.options.settings, settings
   values.tpu = None
   if values.accelerator not in ("cpu", "gpu"):
     values.tpu = slices.parse(

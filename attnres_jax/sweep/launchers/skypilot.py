@@ -17,11 +17,9 @@ import shlex
 import types
 from typing import Any
 
-from etils import epath
 import yaml
 
 from attnres_jax.common import exits
-from attnres_jax.common import files
 from attnres_jax.common import gpus
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
@@ -50,34 +48,13 @@ _CLUSTER = (
 )
 
 
-def launch(
-  runs: Sequence[grid.Run],
-  folder: epath.PathLike,
-  options: launchers.Options,
-) -> int:
-  """Writes the task and prints the commands that start it; returns 0."""
-  launchers.check_bucket(folder, "slices")
-  settings = settings_lib.read(SETTINGS, options.settings)
-  todo = launchers.todo(runs, folder, options)
-  text = yaml.safe_dump(task(folder, settings, options.only), sort_keys=False)
-  files.check_output("--set=task", settings.task, launchers.MARKS)
-  if options.dry_run:
-    print(text, end="")
-  else:
-    files.write_output("--set=task", settings.task, text, launchers.MARKS)
-  jobs = min(options.max_parallel, len(todo))
-  print(f"# {len(todo)} runs, {jobs} slices at a time")
-  for job in range(jobs):
-    name = f"{settings.name}-{job}"
-    command = ["sky", "jobs", "launch", "--yes", "--async", "--name", name]
-    print(shlex.join([*command, settings.task]))
-  return 0
+READERS = "slices"
 
 
-def task(
-  folder: epath.PathLike, settings: types.SimpleNamespace, only: str
-) -> dict[str, Any]:
-  """The task of one slice, as SkyPilot reads it."""
+def plan(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
+) -> launchers.Launch:
+  """The task of one slice, and the commands that start its jobs."""
   resources: dict[str, Any] = {
     "use_spot": settings.spot,
     "job_recovery": {
@@ -109,5 +86,13 @@ def task(
     if hosts > 1:
       manifest["num_nodes"] = hosts
   manifest["setup"] = settings.install or tpu_vm.install(folder, extra)
-  manifest["run"] = tpu_vm.worker_on(folder, hosts, only) + cluster
-  return manifest
+  worker = tpu_vm.worker_on(folder, hosts, settings.options.only)
+  manifest["run"] = worker + cluster
+  jobs = min(settings.options.max_parallel, len(runs))
+  start = "sky jobs launch --yes --async --name".split()
+  commands = [
+    shlex.join([*start, f"{settings.name}-{job}", settings.task])
+    for job in range(jobs)
+  ]
+  text = yaml.safe_dump(manifest, sort_keys=False)
+  return launchers.Launch({settings.task: text}, commands, "task")

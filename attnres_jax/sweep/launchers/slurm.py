@@ -14,12 +14,9 @@ A run that diverged or was refused is not.
 """
 
 from collections.abc import Sequence
-import os
 import re
 import shlex
 import types
-
-from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import exits
@@ -52,35 +49,14 @@ SETTINGS = {
 _GRACE_SECONDS = 300
 
 
-def launch(
-  runs: Sequence[grid.Run],
-  folder: epath.PathLike,
-  options: launchers.Options,
-) -> int:
-  """Writes the script for all runs that are not done; returns 0."""
-  names = [run.name for run in launchers.todo(runs, folder, options)]
-  if not names:
-    print("no run is left to train")
-    return 0
-  # Jobs start in the directory where they were submitted.
-  folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
-  text = script(names, folder, options)
-  target = _read(options).script
-  files.check_output("--set=script", target, launchers.MARKS)
-  if options.dry_run:
-    print(text, end="")
-    return 0
-  files.write_output("--set=script", target, text, launchers.MARKS)
-  print(f"{len(names)} runs in {target}\n  sbatch {target}")
-  return 0
-
-
-def script(
-  names: Sequence[str], folder: str, options: launchers.Options
-) -> str:
-  """The array of jobs that trains runs, by their names."""
-  given = _read(options)
-  last = len(names) - 1
+def plan(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
+) -> launchers.Launch:
+  """The script of an array of jobs, and how to submit it."""
+  if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", settings.time):
+    accepted = "minutes, HH:MM:SS or DAYS-HH:MM:SS"
+    settings_lib.fail("time", settings.time, accepted)
+  given, names = settings, [run.name for run in runs]
   # For a run in a bucket, only SLURM's own output is kept here.
   logs = "." if files.is_remote(folder) else folder
   # A line for each error of a job, over all of its restarts.
@@ -88,7 +64,7 @@ def script(
   errors = f"{shlex.quote(logs)}/slurm-{job}.errors"
   directives = {
     "job-name": "attnres",
-    "array": f"0-{last}%{options.max_parallel}",
+    "array": f"0-{len(names) - 1}%{given.options.max_parallel}",
     "nodes": given.nodes,
     "ntasks-per-node": given.gpus,
     "gpus-per-node": given.gpus,
@@ -123,7 +99,10 @@ def script(
     f'[ "$again" ] && scontrol requeue "{job}"',
     "exit $status",
   ]
-  return "\n".join(lines) + "\n"
+  text = "\n".join(lines) + "\n"
+  return launchers.Launch(
+    {given.script: text}, [f"sbatch {given.script}"], "script"
+  )
 
 
 def _output(folder: str) -> str:
@@ -133,10 +112,3 @@ def _output(folder: str) -> str:
     config_lib.fail_argument("--workdir", folder, accepted)
   path = folder.replace("%", "%%") + "/slurm-%a.txt"
   return f'"{path}"' if " " in path else path
-
-
-def _read(options: launchers.Options) -> types.SimpleNamespace:
-  values = settings_lib.read(SETTINGS, options.settings)
-  if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", values.time):
-    settings_lib.fail("time", values.time, "minutes, HH:MM:SS or DAYS-HH:MM:SS")
-  return values

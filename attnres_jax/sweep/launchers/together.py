@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import traceback
+import types
 
 from etils import epath
 import numpy as np
@@ -51,17 +52,23 @@ _LINE_SECONDS, _TICK_SECONDS = 3.0, 0.2
 _WINDOW = 0.1
 
 
-def launch(
-  runs: Sequence[grid.Run], folder: epath.PathLike, options: launchers.Options
+def plan(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
+) -> launchers.Launch:
+  """The names of runs that are trained together, a line for each arm."""
+  del settings
+  arms = _settings_of(runs, epath.Path(folder)).values()
+  groups = [group for of_setting in arms for group in of_setting.values()]
+  return launchers.Launch(
+    commands=[" ".join(run.name for run in group) for group in groups]
+  )
+
+
+def start(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
 ) -> int:
   """Trains all runs; returns what the package says, or 130 if stopped."""
-  settings = settings_lib.read(SETTINGS, options.settings)
-  runs = launchers.todo(runs, folder, options)
-  if options.dry_run:
-    for arms in _settings_of(runs, epath.Path(folder)).values():
-      for names in arms.values():
-        print(" ".join(run.name for run in names))
-    return 0
+  runs = launchers.todo(runs, folder, settings.options)
   threads = settings.threads or _cores()
   with contextlib.ExitStack() as stack:
     queue = _Queue(runs, epath.Path(folder), stack)

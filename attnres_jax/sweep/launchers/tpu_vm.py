@@ -42,33 +42,15 @@ PYTHON = "attnres/bin/python"
 LOG = "attnres.log"
 
 
-def launch(
-  runs: Sequence[grid.Run],
-  folder: epath.PathLike,
-  options: launchers.Options,
-) -> int:
-  """Prints the commands; returns 0."""
-  launchers.check_bucket(folder, "TPU VMs")
-  settings = parse(options)
-  print(f"# {len(launchers.todo(runs, folder, options))} runs in {folder}")
-  for title, text in commands(folder, settings).items():
-    print(f"\n# {title}\n{text}")
-  return 0
+READERS = "TPU VMs"
 
 
-def parse(options: launchers.Options) -> types.SimpleNamespace:
-  """The settings of a launch, with `tpu`, the slice, and `only`."""
-  values = settings_lib.read(SETTINGS, options.settings)
-  values.tpu = slices.parse("slice", values.slice)
-  values.only = options.only
-  return values
-
-
-def commands(
-  folder: epath.PathLike, settings: types.SimpleNamespace
-) -> dict[str, str]:
+def plan(
+  runs: Sequence[grid.Run], folder: str, settings: types.SimpleNamespace
+) -> launchers.Launch:
   """What each command does, and the command."""
-  name, tpu = settings.name, settings.tpu
+  del runs
+  name, tpu = settings.name, slices.parse("slice", settings.slice)
   where = [f"--zone={settings.zone}"]
   where += [f"--project={settings.project}"] if settings.project else []
   gcloud = ["gcloud", "compute", "tpus"]
@@ -86,17 +68,20 @@ def commands(
   delete = [
     *gcloud, "queued-resources", "delete", name, "--force", "--quiet", *where,
   ]  # fmt: skip
-  return {
+  commands = {
     "Ask for the slice; `list` shows when it is ACTIVE.": shlex.join(create),
     "Install on all hosts.": (
       f"{ssh} --command={_quoted(settings.install or install(folder))}"
     ),
     "Start a worker on all hosts; it outlives the connection.": (
-      f"{ssh} --command={_quoted(script(folder, tpu, settings.only))}"
+      f"{ssh} --command={_quoted(script(folder, tpu, settings.options.only))}"
     ),
     "Watch, from anywhere.": shlex.join(watch),
     "Delete the slice; it costs money until then.": shlex.join(delete),
   }
+  return launchers.Launch(
+    commands=[f"\n# {title}\n{text}" for title, text in commands.items()]
+  )
 
 
 def install(folder: epath.PathLike, extra: str = "tpu") -> str:

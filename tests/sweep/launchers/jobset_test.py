@@ -30,9 +30,13 @@ def options(**settings):
   return launchers.Options(settings=required | settings)
 
 
+def parsed_of(**settings):
+  return jobset.parse(launchers.read(jobset, options(**settings)))
+
+
 def rendered(run, **settings):
   """The JobSet as a cluster would read it, and its settings."""
-  parsed = jobset.parse(options(**settings))
+  parsed = parsed_of(**settings)
   text = jobset.to_yaml([jobset.job_set(run, FOLDER, parsed)])
   return yaml.safe_load(text), parsed
 
@@ -77,7 +81,7 @@ def test_job_set_has_the_fields_of_its_api(settings):
 
 
 def test_the_parts_of_the_queue_name_each_other():
-  parsed = jobset.parse(options(slice="v5e:4x4", slices="2", queue="research"))
+  parsed = parsed_of(slice="v5e:4x4", slices="2", queue="research")
   documents = yaml.safe_load_all(jobset.to_yaml(jobset.queue(parsed)))
   flavor, cluster, local = documents
   (group,) = cluster["spec"]["resourceGroups"]
@@ -90,7 +94,7 @@ def test_the_parts_of_the_queue_name_each_other():
   labels = manifest["metadata"]["labels"]
   assert labels["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
   # Manifests of another slice do not replace the queue of the first.
-  queues = {jobset.parse(options(slice=s)).queue for s in ("v6e-16", "v5p-32")}
+  queues = {parsed_of(slice=s).queue for s in ("v6e-16", "v5p-32")}
   assert len(queues) == 2
 
 
@@ -201,13 +205,13 @@ def test_launch_writes_what_is_not_done(bucket, tmp_path, capsys):
   chosen = options(manifests=str(target))
   # The second launch leaves nothing of the first.
   for runs, expected in (bucket, "ac"), (bucket[2:], "c"):
-    assert jobset.launch(runs, FOLDER, chosen) == 0
+    assert launchers.launch("jobset", runs, FOLDER, chosen) == 0
     assert {file.name for file in target.iterdir()} == {
       "queue.yaml", "runs.yaml",
     }  # fmt: skip
     out = capsys.readouterr().out
     assert f"kubectl apply -f {target}" in out
-    assert out.startswith(f"{len(expected)} runs in")
+    assert out.startswith(f"# {len(expected)} runs in")
     manifests = yaml.safe_load_all((target / "runs.yaml").read_text())
     for name, manifest in zip(expected, manifests, strict=True):
       command = container_of(manifest)["command"]
@@ -228,12 +232,12 @@ def test_launch_writes_what_is_not_done(bucket, tmp_path, capsys):
 )
 def test_bad_settings_are_named(settings, message):
   with pytest.raises(config_lib.ConfigError, match=re.escape(message)):
-    jobset.parse(options(**settings))
+    parsed_of(**settings)
 
 
 def test_folders_that_pods_cannot_reach_are_refused(tmp_path):
   with pytest.raises(config_lib.ConfigError, match="expected a bucket"):
-    jobset.launch([], tmp_path, options())
+    launchers.launch("jobset", [], tmp_path, options())
 
 
 def free_job_id():

@@ -96,7 +96,7 @@ class Sweep:
 
   def launch(self, **options):
     options = launchers.Options(**options)
-    return local.launch(self.runs, self.folder, options)
+    return launchers.launch("local", self.runs, self.folder, options)
 
   @property
   def acts(self):
@@ -308,7 +308,7 @@ def test_dry_run_says_exactly_what_would_be_started(tmp_path, capsys):
   source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,))
   (run,) = grid.load(source)
   options = launchers.Options(dry_run=True)
-  assert local.launch([run], tmp_path / "a b", options) == 0
+  assert launchers.launch("local", [run], tmp_path / "a b", options) == 0
   assert capsys.readouterr().out == (
     f"{sys.executable} -m attnres_jax.sweep.worker"
     f" '--folder={tmp_path}/a b' --run={run.name}\n"

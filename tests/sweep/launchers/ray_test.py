@@ -38,10 +38,9 @@ FIELDS = tiny_run.FIELDS | {
 LAUNCH = """
 import json, sys
 from attnres_jax.sweep import folder, launchers
-from attnres_jax.sweep.launchers import ray
 path, settings = sys.argv[1], json.loads(sys.argv[2])
 options = launchers.Options(max_parallel=2, settings=settings)
-sys.exit(ray.launch(folder.read(path), path, options))
+sys.exit(launchers.launch("ray", folder.read(path), path, options))
 """
 
 
@@ -60,7 +59,9 @@ sys.exit(ray.launch(folder.read(path), path, options))
 )
 def test_bad_settings_are_named(settings, message):
   with pytest.raises(config_lib.ConfigError, match=f"--set {message}"):
-    launcher.parse(launchers.Options(settings=settings))
+    launcher.parse(
+      launchers.read(launcher, launchers.Options(settings=settings))
+    )
 
 
 def test_a_run_outlives_many_preemptions():
@@ -71,7 +72,7 @@ def test_a_run_outlives_many_preemptions():
 def test_without_ray_one_line_says_what_to_install(monkeypatch, tmp_path):
   monkeypatch.setitem(sys.modules, "ray", None)
   with pytest.raises(config_lib.ConfigError, match=r"attnres-jax\[ray\]") as e:
-    launcher.launch([], tmp_path, launchers.Options())
+    launchers.launch("ray", [], tmp_path, launchers.Options())
   assert "\n" not in str(e.value)
 
 
@@ -103,7 +104,9 @@ def test_a_worker_that_is_refused_alone_ends_its_gang(monkeypatch, come):
 )
 def test_a_slice_has_a_worker_per_host(name, slices, workers, chips):
   settings = {"accelerator": name, "slices": str(slices)}
-  parsed = launcher.parse(launchers.Options(settings=settings))
+  parsed = launcher.parse(
+    launchers.read(launcher, launchers.Options(settings=settings))
+  )
   arguments = launcher._scaling(parsed)
   assert arguments["num_workers"] == workers
   assert arguments["resources_per_worker"]["TPU"] == chips

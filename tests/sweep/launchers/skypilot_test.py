@@ -2,6 +2,7 @@
 """The task of SkyPilot, as its own classes read it."""
 
 import importlib
+import re
 
 import pytest
 import yaml
@@ -10,7 +11,6 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import exits
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
-from attnres_jax.sweep.launchers import skypilot
 
 FOLDER = "gs://no-such-bucket/sweep"
 
@@ -19,14 +19,14 @@ def launch(capsys, folder=FOLDER, max_parallel=2, **settings):
   runs = [grid.Run(name, {}, {}) for name in "abc"]
   settings = {"slice": "v6e-16"} | settings
   options = launchers.Options(max_parallel, True, settings)
-  assert skypilot.launch(runs, folder, options) == 0
+  assert launchers.launch("skypilot", runs, folder, options) == 0
   return capsys.readouterr().out
 
 
 def test_a_job_per_slice_and_at_most_max_parallel(capsys):
   for parallel, jobs in ((2, 2), (9, 3)):
-    text, _, rest = launch(capsys, max_parallel=parallel).partition("# ")
-    starts = rest.splitlines()[1:]
+    text = launch(capsys, max_parallel=parallel)
+    starts = re.findall("^# (.*)$", text, re.M)
     assert len(starts) == jobs
     assert starts[0].startswith(
       "sky jobs launch --yes --async --name attnres-0"
@@ -38,7 +38,9 @@ def test_a_job_per_slice_and_at_most_max_parallel(capsys):
 
 def test_workers_take_the_runs_of_the_launch(capsys):
   options = launchers.Options(1, True, {"slice": "v6e-16"}, only="^a")
-  assert skypilot.launch([grid.Run("a", {}, {})], FOLDER, options) == 0
+  assert (
+    launchers.launch("skypilot", [grid.Run("a", {}, {})], FOLDER, options) == 0
+  )
   assert "--only=^a" in capsys.readouterr().out
 
 

@@ -4,6 +4,8 @@
 import os
 import pathlib
 import subprocess
+import sys
+import types
 
 import pytest
 
@@ -13,13 +15,17 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import slurm
+from tests.docs import extend_test
 
 NAMES = ["a-1", "b_2", "c.3"]
 
 
 def script_of(settings, max_parallel=2, folder="gs://bucket/sweep"):
   options = launchers.Options(max_parallel=max_parallel, settings=settings)
-  return slurm.script(NAMES, folder, options)
+  runs = [grid.Run(name, {}, {}) for name in NAMES]
+  planned = slurm.plan(runs, folder, launchers.read(slurm, options))
+  (text,) = planned.files.values()
+  return text
 
 
 def directives(text):
@@ -108,19 +114,44 @@ def test_launch_writes_what_is_not_done(tmp_path, capsys, monkeypatch):
   for name in NAMES:
     pathlib.Path("sweep", name).mkdir(parents=True)
   state_lib.write("sweep/b_2", state_lib.State(status=state_lib.DONE))
-  assert slurm.launch(runs, "sweep", launchers.Options(dry_run=True)) == 0
+  assert (
+    launchers.launch("slurm", runs, "sweep", launchers.Options(dry_run=True))
+    == 0
+  )
   assert not pathlib.Path("sweep.sbatch").exists()
   dry = capsys.readouterr().out
-  assert slurm.launch(runs, "sweep", launchers.Options()) == 0
+  assert launchers.launch("slurm", runs, "sweep", launchers.Options()) == 0
   text = pathlib.Path("sweep.sbatch").read_text()
-  assert dry == text and "sbatch sweep.sbatch" in capsys.readouterr().out
+  assert dry == text + "# sbatch sweep.sbatch\n"
+  assert "sbatch sweep.sbatch" in capsys.readouterr().out
   assert "runs=(a-1 c.3)" in text and f"--folder={tmp_path}/sweep" in text
   for name in NAMES:
     state_lib.write(
       pathlib.Path("sweep", name), state_lib.State(status=state_lib.DONE)
     )
-  assert slurm.launch(runs, "sweep", launchers.Options()) == 0
+  assert launchers.launch("slurm", runs, "sweep", launchers.Options()) == 0
   assert "no run is left to train" in capsys.readouterr().out
+
+
+def test_the_launcher_of_the_page(tmp_path, capsys, monkeypatch):
+  module = types.ModuleType("attnres_jax.sweep.launchers.pbs")
+  module.__dict__.update(extend_test.run("extend.md", "Add a launcher"))
+  monkeypatch.setattr(launchers, "LAUNCHERS", (*launchers.LAUNCHERS, "pbs"))
+  monkeypatch.setitem(sys.modules, module.__name__, module)
+  monkeypatch.chdir(tmp_path)
+  runs = [grid.Run(name, {}, {}) for name in NAMES]
+  for run in runs:
+    pathlib.Path("sweep", run.name).mkdir(parents=True)
+  dry = launchers.Options(dry_run=True)
+  assert launchers.launch("pbs", runs, "sweep", dry) == 0
+  printed = capsys.readouterr().out
+  assert launchers.launch("pbs", runs, "sweep", launchers.Options()) == 0
+  text = pathlib.Path("sweep.pbs").read_text()
+  assert printed == text + "# qsub sweep.pbs\n"
+  assert all(f"--run={name}" in text for name in NAMES)
+  pathlib.Path("sweep.pbs").write_text("somebody's")
+  with pytest.raises(config_lib.ConfigError, match="--set=script"):
+    launchers.launch("pbs", runs, "sweep", launchers.Options())
 
 
 @pytest.mark.parametrize(

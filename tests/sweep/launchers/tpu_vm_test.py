@@ -18,10 +18,11 @@ from attnres_jax.sweep.launchers import tpu_vm
 FOLDER = "gs://no-such-bucket/a sweep"
 
 
-def commands(**settings):
+def commands(folder=FOLDER, only="", **settings):
   required = {"slice": "v6e-16", "zone": "us-east5-b"}
-  options = launchers.Options(settings=required | settings)
-  return list(tpu_vm.commands(FOLDER, tpu_vm.parse(options)).values())
+  options = launchers.Options(settings=required | settings, only=only)
+  planned = tpu_vm.plan([], folder, launchers.read(tpu_vm, options))
+  return [text.split("\n", 2)[2] for text in planned.commands]
 
 
 def flags(command):
@@ -64,8 +65,7 @@ def test_types_and_hosts_of_slices(name, kind, hosts):
 
 @pytest.mark.parametrize("folder,extra", [(FOLDER, "gcs"), ("s3://b/x", "s3")])
 def test_hosts_have_the_client_of_the_store(folder, extra):
-  given = launchers.Options(settings={"slice": "v6e-8", "zone": "z"})
-  _, install, *_ = tpu_vm.commands(folder, tpu_vm.parse(given)).values()
+  install = commands(folder)[1]
   assert f"'attnres-jax[tpu,{extra}] @ git+https://" in install
 
 
@@ -73,13 +73,11 @@ def test_folders_that_hosts_cannot_reach_are_refused():
   settings = {"slice": "v6e-8", "zone": "z"}
   options = launchers.Options(dry_run=True, settings=settings)
   with pytest.raises(config_lib.ConfigError, match="expected a bucket such"):
-    tpu_vm.launch([], "runs/here", options)
+    launchers.launch("tpu_vm", [], "runs/here", options)
 
 
 def test_workers_take_the_runs_of_the_launch():
-  given = {"slice": "v6e-8", "zone": "z"}
-  options = launchers.Options(settings=given, only="^(64m|124m)-")
-  _, _, start, *_ = tpu_vm.commands(FOLDER, tpu_vm.parse(options)).values()
+  start = commands(only="^(64m|124m)-", slice="v6e-8")[2]
   (remote,) = [x for x in shlex.split(start) if x.startswith("--command=")]
   loop = shlex.split(remote.removeprefix("--command="))[3]
   worker = loop.removeprefix("while :; do ").partition("; case")[0]
