@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prices of sweeps, and refusals."""
 
+import functools
 import re
 
 import pytest
@@ -22,9 +23,13 @@ TEXT = {
   "data.path": "gs://B/text",
   "data.tokenizer": "ids",
 }
-RUNS = grid.load(SPEC, TEXT)
 # Of a v3-8, whose eight devices are four chips, and of a v5e-8.
 SECONDS = {"64m": 0.5, "124m": 1.0, "231m": 4.0, "381m": 16.0}
+
+
+@functools.cache
+def _runs():
+  return grid.load(SPEC, TEXT)
 
 
 def plans_file(path, sizes=tuple(SECONDS), slices=("v5e-8",)):
@@ -33,7 +38,7 @@ def plans_file(path, sizes=tuple(SECONDS), slices=("v5e-8",)):
     "v5e-8": "TPU v5 lite", "v5e:2x4": "TPU v5 lite", "v3-8": "TPU v3",
     "h100-8": "NVIDIA H100 80GB HBM3",
   }  # fmt: skip
-  for run in RUNS:
+  for run in _runs():
     size = run.overrides["size"]
     for name in slices if size in sizes else ():
       hashed = plans_lib.config_hash(folder_lib.run_config(run))
@@ -51,19 +56,19 @@ def prices(runs, path):
 
 def hours(size, num_chips=8):
   """Chip-hours of all schemes and seeds."""
-  run = next(run for run in RUNS if run.overrides["size"] == size)
+  run = next(run for run in _runs() if run.overrides["size"] == size)
   return 9 * run.config["train"]["steps"] * SECONDS[size] * num_chips / 3600
 
 
 def test_runs_are_priced_by_their_plans(tmp_path):
   path = plans_file(tmp_path / "p.csv", ("64m", "124m"), ("v5e-8", "v3-8"))
-  first, second = prices(RUNS, path)
+  first, second = prices(_runs(), path)
   assert (first.slice_name, second.slice_name) == ("v5e-8", "v3-8")
   assert len(first.hours) == len(first.missing) == 18
   assert first.total == pytest.approx(hours("64m") + hours("124m"))
   assert second.total == pytest.approx(first.total / 2)
-  text = budget.to_text(RUNS, [first, second])
-  assert f"{budget.tokens(RUNS):,} tokens" in text
+  text = budget.to_text(_runs(), [first, second])
+  assert f"{budget.tokens(_runs()):,} tokens" in text
   assert re.search(r"v5e-8 +18 of 36", text)
 
 
@@ -71,7 +76,7 @@ def test_a_slice_has_one_price_under_both_of_its_names(tmp_path):
   for size, name in (("64m", "v5e-8"), ("124m", "v5e:2x4")):
     plans_file(tmp_path / size, (size,), (name,))
   rows = [r for s in ("64m", "124m") for r in plans_lib.rows(tmp_path / s)]
-  (price,) = budget.prices(RUNS, rows)
+  (price,) = budget.prices(_runs(), rows)
   assert price.slice_name == "v5e-8" and len(price.hours) == 18
 
 
@@ -79,39 +84,39 @@ def test_runs_with_a_mesh_of_their_own_have_no_price(tmp_path):
   runs = grid.load(SPEC.replace(",planned", ""), TEXT)
   assert not prices(runs, plans_file(tmp_path / "p.csv"))
   assert "chip-hours unknown" in budget.to_text(runs, [])
-  assert not prices(RUNS, tmp_path / "absent.csv")
+  assert not prices(_runs(), tmp_path / "absent.csv")
 
 
 def test_what_fits_can_be_launched(tmp_path):
-  offers = prices(RUNS, plans_file(tmp_path / "p.csv"))
+  offers = prices(_runs(), plans_file(tmp_path / "p.csv"))
   total = sum(map(hours, SECONDS))
-  budget.check(RUNS, offers, total * 1.001, None)
-  budget.check(RUNS, offers, total * 1.001, "v5e:2x4")
+  budget.check(_runs(), offers, total * 1.001, None)
+  budget.check(_runs(), offers, total * 1.001, "v5e:2x4")
   most = hours("64m") + hours("124m") + 1
   with pytest.raises(config_lib.ConfigError) as caught:
-    budget.check(RUNS, offers, most, "v5e-8")
+    budget.check(_runs(), offers, most, "v5e-8")
   message = str(caught.value)
   assert message.startswith(f"--max_chip_hours: got {most}, expected at least")
   assert f"{total:,.1f} on v5e-8" in message
   (pattern,) = re.findall(r"--only='([^']+)'", message)
-  selected = grid.select(RUNS, pattern)
+  selected = grid.select(_runs(), pattern)
   assert {run.overrides["size"] for run in selected} == {"64m", "124m"}
   offers = prices(selected, tmp_path / "p.csv")
   budget.check(selected, offers, most, "v5e-8")
   with pytest.raises(config_lib.ConfigError, match="cheapest run costs"):
-    budget.check(RUNS, prices(RUNS, tmp_path / "p.csv"), 0.1, "v5e-8")
+    budget.check(_runs(), prices(_runs(), tmp_path / "p.csv"), 0.1, "v5e-8")
 
 
 def test_an_unknown_price_is_refused(tmp_path):
   some = plans_file(tmp_path / "one.csv", ("64m",))
   for name, words in ((None, "27 of 36"), ("v6e-8", "36 of 36 have none")):
     with pytest.raises(config_lib.ConfigError, match=words):
-      budget.check(RUNS, prices(RUNS, some), 1e9, name)
+      budget.check(_runs(), prices(_runs(), some), 1e9, name)
   two = plans_file(tmp_path / "two.csv", slices=("v5e-8", "v3-8"))
   with pytest.raises(config_lib.ConfigError, match="v5e-8 .*v3-8"):
-    budget.check(RUNS, prices(RUNS, two), 1e9, None)
+    budget.check(_runs(), prices(_runs(), two), 1e9, None)
   with pytest.raises(config_lib.ConfigError, match="plans for none"):
-    budget.check(RUNS, [], 1e9, None)
+    budget.check(_runs(), [], 1e9, None)
 
 
 def test_a_launch_needs_plans_for_its_slice(tmp_path, capsys):
