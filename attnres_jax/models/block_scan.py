@@ -15,22 +15,70 @@ carries.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import precision
 from attnres_jax.models import layer_stacks
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 
+
+class Bank(NamedTuple):
+  """Sources as rows of one array, in a scan over blocks.
+
+  Attributes:
+    rows_MBTD: the array.
+    count: how many rows are sources, a number known at run time only.
+  """
+
+  rows_MBTD: jax.Array
+  count: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOfScan(depth_read.TwoPhases):
+  """Two phases whose sources are a `Bank`, by the definition of a read."""
+
+  def _mixtures(self, query_QD, sources):
+    # Kept for the backward pass: the rows, which are kept in any case.
+    return jax.checkpoint(functools.partial(self._of_bank, query_QD))(sources)
+
+  def _of_bank(
+    self, query_QD: jax.Array, bank: Bank
+  ) -> tuple[jax.Array, jax.Array]:
+    """The definition, of the first rows of an array."""
+    rows_MBTD, count = bank
+    plain = dataclasses.replace(self.options, null="none")
+    valid_M111 = jnp.arange(len(rows_MBTD))[:, None, None, None] < count
+
+    def attend(query_D: jax.Array) -> tuple[jax.Array, jax.Array]:
+      scores_MBTH = definition.score(plain, query_D, rows_MBTD, self.eps)
+      scores_MBTH = jnp.where(valid_M111, scores_MBTH, -jnp.inf)
+      weights_MBTD = definition.spread(
+        definition.weigh(plain, scores_MBTH), rows_MBTD
+      )
+      out_BTD = jnp.sum(weights_MBTD * precision.widen(rows_MBTD), axis=0)
+      lse_BTH = jax.nn.logsumexp(scores_MBTH, axis=0)
+      if self._heads is None:
+        lse_BTH = jnp.squeeze(lse_BTH, -1)
+      return out_BTD.astype(rows_MBTD.dtype), lse_BTH
+
+    outs, lses = zip(*map(attend, query_QD))
+    return jnp.stack(outs), jnp.stack(lses)
+
+
 Kinds = tuple[str, ...]
 # Runs one block: maps its kinds, its sublayers and reads, the sources and the
 # documents to the block representation.
-RunBlock = Callable[[Kinds, Any, depth_read.Bank, jax.Array | None], jax.Array]
+RunBlock = Callable[[Kinds, Any, Bank, jax.Array | None], jax.Array]
 
 
 def find(
@@ -127,7 +175,7 @@ def scan(
         given = weights, rows_MBTD, count(xs[0], i), segment_ids_BT
 
         def block(weights: Any, rows: Any, given=given, i=i) -> jax.Array:
-          bank = depth_read.Bank(rows, given[2])
+          bank = Bank(rows, given[2])
           return run_block(blocks.kinds[i], weights, bank, given[3])
 
         block_BTD, pull = jax.vjp(block, *given[:2])

@@ -49,7 +49,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import grouped_matmul
 from attnres_jax.models import linear
 from attnres_jax.models import mlp
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from attnres_kernels.experts import pallas_tpu as kernels
 
 # Rows of a piece, over the rows of a device if experts are balanced. More rows
@@ -278,11 +278,11 @@ def _by_platform(
     fits = fits and slices is not None
 
   def on_tpu(*operands):
-    interpret = dispatch.interpret_params() or False
+    interpret = platforms.interpret_params() or False
     return kernel(*operands, interpret=interpret, **options)
 
   tpu = sharding.on_one_device(on_tpu) if fits else plain
-  return dispatch.by_platform(tuple(operands), plain, tpu=tpu)
+  return platforms.by_platform(tuple(operands), plain, tpu=tpu)
 
 
 def _weighted(
@@ -445,7 +445,7 @@ class _Pairs:
     """Sends partial sums to the owners of the tokens, which add them up."""
     if self.devices == 1:
       return sum_AD
-    return dispatch.by_platform((sum_AD,), _sum_wide, tpu=_sum, cuda=_sum)
+    return platforms.by_platform((sum_AD,), _sum_wide, tpu=_sum, cuda=_sum)
 
 
 def _sum(parts_AD: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from attnres_jax.common import precision
 from attnres_jax.common import sharding
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 # Rows of a piece. Every group is rounded up to whole pieces: large pieces waste
 # work, small pieces repeat reads of weights.
@@ -50,7 +50,7 @@ def multiply(
   if transposed and fits_kernel(x_PI):
     on_tpu = _kernel_rows
   looped = functools.partial(_looped_rows, transposed=transposed)
-  return dispatch.by_platform((x_PI, weight, sizes_E), looped, tpu=on_tpu)
+  return platforms.by_platform((x_PI, weight, sizes_E), looped, tpu=on_tpu)
 
 
 def weight_gradient(
@@ -65,7 +65,7 @@ def weight_gradient(
   """
   on_tpu = _kernel_weights if fits_kernel(x_PD) else _ragged_weights
   operands = x_PD, dy_PF, sizes_E, existing
-  return dispatch.by_platform(operands, _looped_weights, tpu=on_tpu)
+  return platforms.by_platform(operands, _looped_weights, tpu=on_tpu)
 
 
 def _ragged_rows(
@@ -136,7 +136,7 @@ def _call(
   """A kernel of `megablox` on the operands of one device."""
 
   def call(*operands):
-    interpret = dispatch.interpret_params() is not None
+    interpret = platforms.interpret_params() is not None
     with jax.numpy_dtype_promotion("standard"):  # It relies on that.
       return kernel(*operands, interpret=interpret, **options)
 

@@ -27,7 +27,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import embedding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 # Bytes of float32 logits that one device holds at once, and the minimum number
 # of tokens per tile, if there are as many. With V = 163840 and D = 2304 on v5p,
@@ -275,7 +275,7 @@ def _raise(h_BTD, head_DV, target_BT, soft_cap) -> _Tile:
   Where nothing else is fused with the product if its logits have a second user,
   the logits of the targets are sums of their own; a TPU would copy the head.
   """
-  return dispatch.by_platform(
+  return platforms.by_platform(
     (h_BTD, head_DV, target_BT),
     functools.partial(_raise_on, _target_of_column, soft_cap),
     tpu=functools.partial(_raise_on, _target_of_row, soft_cap),

@@ -47,7 +47,7 @@ from attnres_jax.models import expert_parallel
 from attnres_jax.models import linear
 from attnres_jax.models import mlp
 from attnres_jax.models import norm as norm_lib
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 # The name by which activation checkpointing recognises the chosen experts.
 ROUTING = "routing"
@@ -230,7 +230,7 @@ def _choose_forward(
   top_k: int, x_UD: jax.Array, router_DE: jax.Array, bias_E: jax.Array
 ) -> tuple[Any, Any]:
   in_parts = x_UD.dtype == jnp.bfloat16
-  logits_UE = dispatch.by_platform(
+  logits_UE = platforms.by_platform(
     (x_UD, router_DE), exact_logits,
     tpu=logits_in_parts if in_parts else exact_logits,
   )  # fmt: skip

@@ -39,7 +39,7 @@ from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models import value_residual as value_lib
 from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.residuals import base
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 Trace = base.Trace
 Sublayers = Mapping[str, sublayer_lib.Sublayer]
@@ -290,21 +290,22 @@ def _scan_blocks(
   segment_ids_BT: jax.Array | None,
 ) -> Any:  # fmt: skip
   """The state after blocks that repeat, of a scheme that `scans_blocks`."""
+  rows = block_scan.RowsOfScan(residual.options, residual.eps, residual.dtype)
 
   def run_block(
     kinds: Sequence[str], weights: Any, bank: Any, segment_ids_BT: Any
   ) -> jax.Array:
     layers, reads = weights
     with scopes.part(scopes.RESIDUAL):
-      slots = residual.phase_1(reads, bank)
+      carry, slots = residual.open_by(rows, reads, bank)
       slots = layer_stacks.unstack(slots, len(kinds))
-    carry: Any = None
     for kind, layer, slot in zip(kinds, layers, slots):
       with scopes.part(kind):
         y_BTD, *_ = calls[kind](layer, carry, slot, segment_ids_BT, None)
       with scopes.part(scopes.RESIDUAL):
         carry = residual.write(carry, slot, y_BTD)
-    return carry.astype(bank.rows_MBTD.dtype)
+    closed = residual.close(carry, carry, residual.block_size)
+    return residual.take_apart(closed)[0][-1]
 
   assert segment.blocks is not None
   with scopes.part(scopes.RESIDUAL):
@@ -348,7 +349,7 @@ def _run_segment(
       with scopes.part(scopes.RESIDUAL):
         slots = layer_stacks.unstack(slots, len(run.kinds))
       sublayers = layer_stacks.in_order(part, run.kinds)
-      if run.repeats == 1 and not dispatch.is_for_gpu():
+      if run.repeats == 1 and not platforms.is_for_gpu():
         # Autodiff of a scan would stack the copies again, and keep them.
         sublayers = layer_stacks.unsliced(sublayers)
       for kind, sublayer, slot in zip(run.kinds, sublayers, slots):

@@ -60,10 +60,7 @@ class Unpipelined:
     return self.config.optim.accumulate_steps
 
   def loss_sums(self, model, examples):
-    def sums_of(microbatch):
-      embedding_BTD = model.embedding.encode(microbatch.inputs)
-      return self._sums(model, embedding_BTD, microbatch)
-
+    sums_of = lambda microbatch: self._total(model, None, microbatch)[1]
     with sharding.ambient(self.mesh):
       if self.microbatches == 1:
         return sums_of(examples)
@@ -79,32 +76,25 @@ class Unpipelined:
 
     return jax.tree.map(split, examples)
 
-  def _sums(self, model, embedding_BTD, examples):
-    return loss_lib.loss_sums(
-      self.config,
-      model.hidden_of(embedding_BTD, examples.segment_ids),
-      model.embedding.head_DV(),
-      examples,
-    )
+  def _total(self, model, embedding_BTD, examples):
+    """The loss, and its sums; encodes the inputs if they are not yet."""
+    if embedding_BTD is None:
+      embedding_BTD = model.embedding.encode(examples.inputs)
+    hidden_BTD = model.hidden_of(embedding_BTD, examples.segment_ids)
+    head_DV = model.embedding.head_DV()
+    sums = loss_lib.loss_sums(self.config, hidden_BTD, head_DV, examples)
+    return sums.total, sums
 
   def value_and_grad(self, model, examples):
-    def total(model):
-      sums = self.loss_sums(model, examples)
-      return sums.total, sums
-
     with sharding.ambient(self.mesh):  # Gradient rules need it too.
       if self.microbatches > 1:
         return self._accumulated(model, examples)
-      gradient, sums = jax.grad(total, has_aux=True)(model)
+      total = jax.grad(self._total, has_aux=True)
+      gradient, sums = total(model, None, examples)
       return sums, widened(gradient)
 
   def _accumulated(self, model, examples):
     """Sums over microbatches."""
-
-    def total(model, embedding_BTD, microbatch):
-      sums = self._sums(model, embedding_BTD, microbatch)
-      return sums.total, sums
-
     shape = self.config.model
     separate = jax.tree.map(lambda a: a, model)
     if not trunk.repeats(
@@ -117,7 +107,7 @@ class Unpipelined:
     @jax.jit
     def gradient_of(model, microbatch):
       embedding_BTD = model.embedding.encode(microbatch.inputs)
-      gradients, sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
+      gradients, sums = jax.grad(self._total, argnums=(0, 1), has_aux=True)(
         model, embedding_BTD, microbatch
       )
       return (sums, widened(gradients[0])), gradients[1]

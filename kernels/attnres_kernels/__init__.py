@@ -12,10 +12,10 @@ from attnres_kernels.depth_merge.api import combine_mixtures
 from attnres_kernels.depth_merge.api import depth_merge
 from attnres_kernels.depth_merge.api import depth_merge_norm
 from attnres_kernels.depth_merge.api import merges_several
-from attnres_kernels.dispatch import IMPLEMENTATIONS
-from attnres_kernels.dispatch import Implementation
 from attnres_kernels.kda.api import kda
 from attnres_kernels.kda.api import kda_step
+from attnres_kernels.platforms import IMPLEMENTATIONS
+from attnres_kernels.platforms import Implementation
 from attnres_kernels.rms_norm.api import rms_norm
 from attnres_kernels.short_conv.api import short_conv
 

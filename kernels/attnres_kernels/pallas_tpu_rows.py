@@ -13,7 +13,7 @@ import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 LANES, SUBLANES = 128, 8  # Of a register.
 ROWS = 16  # The row tile of bfloat16 in memory.
@@ -36,7 +36,7 @@ class Call:
     self.width = slabs[0].shape[-1]
     self.tokens = slabs[0].size // self.width
     self.token_bytes = self.width * sum(x.dtype.itemsize for x in slabs)
-    self.tile, room = most, share * dispatch.tpu_vmem_bytes()
+    self.tile, room = most, share * platforms.tpu_vmem_bytes()
     while self.tile > ROWS and (
       2 * self.tile * self.token_bytes > room or self.tile // 2 >= self.tokens
     ):
@@ -50,7 +50,7 @@ class Call:
 
   def vmem_limit(self, fixed_bytes: int = 0) -> int:
     """What a kernel reserves of VMEM, beside arrays that stay."""
-    return dispatch.tpu_vmem_limit(self.tile * self.token_bytes + fixed_bytes)
+    return platforms.tpu_vmem_limit(self.tile * self.token_bytes + fixed_bytes)
 
   def flat(self, x: jax.Array) -> jax.Array:
     return x.reshape(self.tokens, self.width)

@@ -39,7 +39,7 @@ from attnres_jax.common import chips
 from attnres_jax.common import csv_rows
 from attnres_jax.common import environment
 from attnres_jax.common import topology as topology_lib
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from attnres_kernels import problems
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
@@ -162,7 +162,7 @@ def measure(
   # In a program this small, the compiler would otherwise keep results on the
   # core, which is another kernel than one that writes them to memory.
   all_reserved = mock.patch.object(
-    dispatch, "tpu_vmem_limit", lambda _: dispatch.tpu_vmem_bytes()
+    platforms, "tpu_vmem_limit", lambda _: platforms.tpu_vmem_bytes()
   )
   # Tiles depend on the chip.
   ambient = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)

@@ -11,6 +11,7 @@ import pytest
 
 from attnres_kernels import depth_attention
 from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from tests import compare
 from tests import tiers
 
@@ -65,7 +66,7 @@ def run(implementation, query, sources, dout, dlse):
     )
 
   params = pltpu.InterpretParams(detect_races=True)
-  with dispatch.interpreted(params):
+  with platforms.interpreted(params):
     (out, lse), vjp = jax.vjp(f, query, sources)
     dquery, dsources = vjp((dout, dlse))
   return out, lse, dquery, dsources
@@ -193,12 +194,10 @@ def test_gradient_compiles_a_few_instructions_per_source():
   query, source, dout, dlse = make(0, 4, 8, (2, 8), 16, "float32")
 
   def loops(count):
-    backward = functools.partial(
-      dispatch.call, "depth_attention", "backward", "xla", eps=EPS
-    )
-    lowered = jax.jit(backward).lower(
-      query, tuple(source[:count]), dlse, tuple(dout), dlse
-    )
+    arrays = query, tuple(source[:count]), dlse, tuple(dout), dlse
+    rule = dispatch.Rule("depth_attention", "xla", (("eps", EPS),))
+    backward = dispatch.choose(rule, "backward", arrays)
+    lowered = jax.jit(backward).lower(*arrays)
     text = lowered.compile().as_text()
     entry = text[text.index("\nENTRY") :]
     return sum(entry.count(f" {name}(") for name in ("fusion", "dot", "call"))

@@ -13,7 +13,7 @@ from attnres_kernels import combine_mixtures
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from tests import tiers
 
 ALL = ("reference", "xla", "pallas_tpu")
@@ -55,7 +55,7 @@ class TestDepthMerge:
 
     gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(4)))
     expected = jax.jit(gradient(at_once))(query, *source)
-    with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+    with platforms.interpreted(pltpu.InterpretParams(detect_races=True)):
       got = jax.jit(gradient(phases))(query, *source)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, expected
@@ -82,7 +82,7 @@ class TestDepthMerge:
 
     gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(5)))
     expected = jax.jit(gradient(plain))(*arrays)
-    with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+    with platforms.interpreted(pltpu.InterpretParams(detect_races=True)):
       got = jax.jit(gradient(fused))(*arrays)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, expected
@@ -124,7 +124,7 @@ class TestDepthMerge:
 
     gradients = jax.grad(loss, range(1, 6))
     expected = gradients("reference", *arrays)
-    with dispatch.interpreted():
+    with platforms.interpreted():
       actual = gradients("pallas_tpu", *arrays)
     for a, b in zip(actual, expected, strict=True):
       np.testing.assert_allclose(a, b, atol=2e-5)
@@ -143,7 +143,7 @@ class TestDepthMerge:
       gradient = jax.jit(pull)(arrays, cotangent)
       return jax.tree.map(np.asarray, gradient)
 
-    with dispatch.interpreted():
+    with platforms.interpreted():
       got = gradients(implementation, arrays, cotangent)
     with jax.enable_x64(True):
       given = jax.tree.map(lambda x: x.astype("float64"), (arrays, cotangent))
@@ -164,7 +164,7 @@ class TestDepthMerge:
       return jnp.vdot(h, cotangent), h
 
     lse_T = jnp.full((4,), lse, jnp.float32)
-    with dispatch.interpreted():
+    with platforms.interpreted():
       gradient = jax.jit(jax.grad(f, (0, 1, 2, 3), has_aux=True))
       grads, h = gradient(out, lse_T, query, partial)
     # +inf: the partial does not count; -inf: only the partial counts.
@@ -181,7 +181,7 @@ class TestDepthMerge:
     out, partial, cotangent = source
     arrays = out.astype(jnp.bfloat16), jnp.zeros(16), query, partial, query
     f = functools.partial(depth_merge_norm, implementation=implementation)
-    with dispatch.interpreted():
+    with platforms.interpreted():
       normed, vjp = jax.vjp(f, *arrays)
       dpartial = vjp(cotangent.astype(jnp.bfloat16))[3]
     assert normed.dtype == jnp.bfloat16

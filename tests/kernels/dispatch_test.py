@@ -6,7 +6,7 @@ from jax._src import mesh as mesh_lib  # There is no public AbstractDevice.
 import jax.numpy as jnp
 import pytest
 
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 
 def _mesh(kind, platform):
@@ -29,7 +29,7 @@ def _program_of(mesh):
     return call
 
   def choose(x):
-    return dispatch.by_platform(
+    return platforms.by_platform(
       (x, None), function("default", 1), tpu=function("tpu", 2)
     )
 
@@ -67,7 +67,7 @@ def test_without_a_mesh_the_lowering_decides():
 def test_a_platform_is_required_of_trees_of_arrays():
   # The sources of depth attention are a tuple.
   def add(x):
-    (pair, missing), y = dispatch.require_platform(
+    (pair, missing), y = platforms.require_platform(
       (((x, x), None), x), "add", "tpu"
     )
     assert missing is None

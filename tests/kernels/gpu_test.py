@@ -16,7 +16,7 @@ import pytest
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from attnres_kernels import token_walk
 from attnres_kernels.depth_attention import shapes
 from tests.kernels import depth_attention_test
@@ -50,7 +50,7 @@ def lower(kind, function, *arguments):
 def interpreted():
   """Interprets kernels, but not what makes memory visible to other blocks."""
   params = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
-  return dispatch.interpreted(params)
+  return platforms.interpreted(params)
 
 
 def assert_close(actual, exact, name):

@@ -12,7 +12,7 @@ from attnres_kernels import combine_mixtures
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from tests import tiers
 
 EPS = 1e-6
@@ -143,7 +143,7 @@ def test_one_head_is_the_same_bit_by_bit(implementation):
 
   every = []
   for options in ({}, {"heads": 1}, {"rank": 24}):
-    with dispatch.interpreted():
+    with platforms.interpreted():
       results, vjp = _pulled(functools.partial(run, options), query, bank)
       every.append([*results, *vjp(jax.tree.map(jnp.ones_like, results))])
   for other in every[1:]:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_kernels import dispatch
 from attnres_kernels import kda
 from attnres_kernels import kda_step
+from attnres_kernels import platforms
 from tests import compare
 from tests import jaxprs
 from tests import tiers
@@ -144,7 +144,7 @@ class TestValues:
     wide = jax.tree.map(lambda x: x.astype("float32"), given)
     exact = run("reference", *wide, segment_ids=ids)
     plain = run("xla", *given, segment_ids=ids, chunk_size=16)
-    with dispatch.interpreted():
+    with platforms.interpreted():
       kernel = run("pallas_tpu", *given, segment_ids=ids, chunk_size=16)
     limit = 2e-6 if dtype == "float32" else 1e-2
     assert (plain[0].dtype, plain[1].dtype) == (dtype, jnp.float32)
@@ -170,7 +170,7 @@ class TestValues:
     beta = beta.at[:, :, -1].set(1)
     g = g.at[:, :, -1].multiply(0.01).at[:, 5].set(-1e4)
     given = (q, k, v, g, beta, state), cotangents
-    with dispatch.interpreted():
+    with platforms.interpreted():
       kernel = run("pallas_tpu", *given, chunk_size=chunk_size)
     plain = run("xla", *given, chunk_size=chunk_size)
     wide = jax.tree.map(np.float64, given)
@@ -184,7 +184,7 @@ class TestValues:
   @pytest.mark.more
   def test_what_is_saved_changes_nothing(self):
     given = make(14, 1, 20, 1, 128, 128, "bfloat16")
-    with dispatch.interpreted():
+    with platforms.interpreted():
       a, b = (
         run("pallas_tpu", *given, chunk_size=16, save=save)
         for save in ("chunks", "arguments")
@@ -309,7 +309,7 @@ class TestTransform:
 
     def saved_by(save):
       f = functools.partial(call, "pallas_tpu", chunk_size=32, save=save)
-      with dispatch.interpreted():
+      with platforms.interpreted():
         return sorted(x.shape for x in jaxprs.saved(f, *arguments))
 
     assert saved_by("arguments") == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import attnres_kernels
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from attnres_kernels import problems
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
@@ -69,7 +69,7 @@ def test_vmap_and_remat_change_nothing(name):
     return problems.results(problem, "pallas_tpu", *arrays)
 
   recomputed = functools.partial(run, problem._replace(function=again))
-  with dispatch.interpreted():
+  with platforms.interpreted():
     call = jax.jit(functools.partial(run, problem))
     given = [problems.arguments(problem) for problem in (problem, other)]
     expected = [call(*arguments) for arguments in given]
@@ -117,7 +117,7 @@ def test_kernels_round_as_plain_jax_does(name, shape, dtype):
 
   exacts = run("reference", [x.astype("float32") for x in arguments])
   plain = run("xla")
-  with dispatch.interpreted():
+  with platforms.interpreted():
     kernel = run("pallas_tpu")
   for a, other, exact in zip(kernel, plain, exacts, strict=True):
     assert a.dtype == other.dtype

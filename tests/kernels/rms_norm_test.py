@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from attnres_kernels import rms_norm
 from tests import tiers
 
@@ -44,7 +44,7 @@ def run(implementation, x, gain, dy, eps=EPS):
     y, pull = jax.vjp(norm, x, gain)
     return y, *pull(dy)
 
-  with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+  with platforms.interpreted(pltpu.InterpretParams(detect_races=True)):
     return f(x, gain, dy)
 
 
@@ -86,7 +86,7 @@ def test_gated_heads(implementation, tokens):
     y, pull = jax.vjp(norm, x, gain, gate)
     return y, *pull(dy)
 
-  with dispatch.interpreted():
+  with platforms.interpreted():
     actual = f(x, gain, gate, dy)
   open_ = 1 / (1 + np.exp(-np.asarray(gate, np.float64)))
   dnormed = open_ * np.asarray(dy, np.float64)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from attnres_kernels import short_conv
 from attnres_kernels.short_conv import pallas_tpu
 from tests import tiers
@@ -78,7 +78,7 @@ def test_kernel(unit, packed, width, dtype, monkeypatch):
   monkeypatch.setattr(pallas_tpu, "_MOST_TOKENS", 16)
   x, taps, dy, ids = make(48, dtype, width=width)
   arguments = x, taps, dy, ids if packed else None
-  with dispatch.interpreted():
+  with platforms.interpreted():
     kernel = both("pallas_tpu", unit, *arguments)
   exact = both("xla", unit, x.astype("float32"), taps, dy.astype("float32"),
                arguments[3])  # fmt: skip

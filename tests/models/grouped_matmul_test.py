@@ -11,7 +11,7 @@ import pytest
 
 from attnres_jax.common import topology
 from attnres_jax.models import grouped_matmul
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from tests import tiers
 
 GROUPS, IN, OUT = 5, 6, 4
@@ -70,7 +70,7 @@ def test_the_route_of_tpu_is_the_same(sizes, monkeypatch):
   _only_the_kernels(monkeypatch)
   arguments = _inputs(sizes)
   both = jax.jit(lambda *a: _products.__wrapped__(*a))
-  with dispatch.interpreted():
+  with platforms.interpreted():
     all_found = both(*arguments)
   for actual, expected in zip(all_found, _definition(*arguments)):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
@@ -84,7 +84,7 @@ def test_adds_to_an_existing_gradient(on_tpu, monkeypatch):
   sizes = (150, 0, 64, 65, 0)
   x, weight, dy, sizes = _inputs(sizes)
   behind = lambda a, x: jnp.pad(a, ((0, 9), (0, 0)), constant_values=x)
-  with dispatch.interpreted():
+  with platforms.interpreted():
     add = jax.jit(lambda *a: grouped_matmul.weight_gradient(*a))
     actual = add(behind(x, 1.0), behind(dy, jnp.nan), sizes, weight)
   expected = _definition(x, weight, dy, sizes)[2] + weight
@@ -96,7 +96,7 @@ def _only_the_kernels(monkeypatch):
     del default
     return tpu(*args)
 
-  monkeypatch.setattr(dispatch, "by_platform", on_tpu)
+  monkeypatch.setattr(platforms, "by_platform", on_tpu)
 
 
 def test_what_is_lowered():

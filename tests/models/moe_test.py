@@ -15,7 +15,7 @@ from attnres_jax.common import sharding
 from attnres_jax.common import topology
 from attnres_jax.models import moe
 from attnres_jax.plan import hlo
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from tests import compare
 from tests import jaxprs
 from tests import tiers
@@ -363,13 +363,13 @@ def test_all_tokens_to_one_expert():
 def test_the_route_of_tpu_over_devices(uneven, monkeypatch):
   """Kernels, in interpret mode; of several pieces if experts are uneven."""
   monkeypatch.setattr(
-    dispatch, "by_platform", lambda args, default, *, tpu, **_: tpu(*args)
+    platforms, "by_platform", lambda args, default, *, tpu, **_: tpu(*args)
   )
   module, x_BTD = _module(num_experts=8, num_shared=0), _inputs()
   if uneven:
     module.selection_bias[...] = jnp.where(jnp.arange(8) < 3, 2.0, 0.0)
   call = _over(_mesh(expert=4, fsdp=2))
-  with dispatch.interpreted():
+  with platforms.interpreted():
     result = call(module, x_BTD)
     program = str(jax.make_jaxpr(call)(module, x_BTD))
   for name in ("forward", "backward", "sum_rows"):

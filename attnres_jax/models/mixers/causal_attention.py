@@ -29,7 +29,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
 from attnres_jax.models.mixers import cache as cache_lib
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 # The name by which activation checkpointing recognises the outputs of attention
 # (and, of splash attention, their log-normalisers).
@@ -288,7 +288,7 @@ def _splash(
     head_shards=1,
     q_seq_shards=1,
     residual_checkpoint_name=ATTENTION,
-    interpret=dispatch.interpret_params() is not None,
+    interpret=platforms.interpret_params() is not None,
   )
 
   def heads_first(x_BTNH: jax.Array) -> jax.Array:
@@ -447,16 +447,16 @@ def _by_kernel(kernel: str, tile: int, *arrays: Any) -> jax.Array:
       for fused_kernel in KERNELS.values()
       if fused_kernel.why_not(*arrays) is None
     }
-    return dispatch.by_platform(arrays, tiled, **fused)
+    return platforms.by_platform(arrays, tiled, **fused)
   named = KERNELS[kernel]
   name = f"model.attention_kernel={kernel!r}"
   reason = named.why_not(*arrays)
   if reason is not None:
     raise NotImplementedError(f"{name}: {reason}")
-  if dispatch.interpret_params() is not None:
+  if platforms.interpret_params() is not None:
     return named.call(*arrays)
   return _jitted(named)(
-    *dispatch.require_platform(arrays, name, named.platform)
+    *platforms.require_platform(arrays, name, named.platform)
   )
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 from attnres_jax.models.residuals import styles
 
@@ -26,10 +27,9 @@ from attnres_jax.models.residuals import styles
 class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
   """Block AttnRes in either form.
 
-  In two phases, the carry is only the partial sum. It is None before the first
-  sublayer of a block. A scan cannot change it to an array: then it is zeros,
-  and the slot says that they have no weight. With one softmax per read, the
-  carry is the state.
+  The carry is the partial sum, and the blocks if the reader needs them again.
+  Before the first sublayer of a block, the sum is None. A scan cannot change it
+  to an array: then it is zeros, and the slot says that they have no weight.
   """
 
   style = styles.Style("Block AttnRes", "#2f86d6", "s")
@@ -48,37 +48,34 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
   def open(
     self, state: base.BlockState, start: int, stop: int
   ) -> tuple[Any, Any]:
-    reads = self.queries.reads(start, stop)
-    if not self.two_phase:
-      return state, reads
-    slots = self.phase_1(reads, state.blocks)
-    if state.partial_BTD is not None or not self._scans_layers:
-      return state.partial_BTD, slots
-    first = state.blocks[0]
-    partial_BTD = jnp.zeros(first.shape, precision.wide(first.dtype))
-    return partial_BTD, slots.without_open_source()
+    reads, partial_BTD = self.queries.reads(start, stop), state.partial_BTD
+    carry, slots = self.open_by(self.reader, reads, state.blocks)
+    if partial_BTD is None and self._scans_layers and self.two_phase:
+      first = state.blocks[0]
+      partial_BTD = jnp.zeros(first.shape, precision.wide(first.dtype))
+      slots = slots.without_open_source()
+    return carry._replace(partial_BTD=partial_BTD), slots
+
+  def open_by(
+    self, reader: definition.OneSoftmax, reads: definition.Read, blocks: Any
+  ) -> tuple[base.BlockState, Any]:
+    """`open` of a new block, of given reads, sources and form of these."""
+    again, slots = reader.open(reads, blocks)
+    return base.BlockState(again, None), slots
 
   def read(
     self, carry: Any, slot: Any, norm: base.Norm
   ) -> tuple[jax.Array | base.QKV, Any]:
-    if isinstance(carry, base.BlockState):
-      return base.normed(self.attend(slot, self._sources(carry)), norm), carry
-    if carry is None:
-      h = depth_read.each(slot, depth_read.mixture_of)
-      return depth_read.normed(h, norm), carry
-    return self.merge(slot, carry.astype(self.dtype), norm), carry
+    opened = self._opened(carry)
+    return self.reader.read(slot, carry.blocks, opened, norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    if isinstance(carry, base.BlockState):
-      return carry._replace(partial_BTD=_add(carry.partial_BTD, y_BTD))
-    return _add(carry, y_BTD)
+    return carry._replace(partial_BTD=_add(carry.partial_BTD, y_BTD))
 
   def close(
     self, state: base.BlockState, carry: Any, stop: int
   ) -> base.BlockState:
-    partial_BTD = carry
-    if isinstance(carry, base.BlockState):
-      partial_BTD = carry.partial_BTD
+    partial_BTD = carry.partial_BTD
     if stop % self.block_size and stop != self.num_sublayers:
       return base.BlockState(state.blocks, partial_BTD)
     return base.BlockState(
@@ -98,11 +95,10 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     state, weights = self.init(values[0]), []
     for l in range(self.num_sublayers + 1):
-      read = self.queries.single(l)
-      weights.append(self.mean_weights(read, self._sources(state)))
+      sources = (*state.blocks, *self._opened(state))
+      weights.append(self.mean_weights(l, sources))
       if l < self.num_sublayers:
-        partial_BTD = _add(state.partial_BTD, values[l + 1])
-        state = self.close(state, partial_BTD, l + 1)
+        state = self.close(state, self.write(state, None, values[l + 1]), l + 1)
     return tuple(weights)
 
   def source_labels(self) -> tuple[tuple[str, ...], ...]:
@@ -115,10 +111,10 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
       labels.append(tuple(names + ["partial"] * (inside > 0)))
     return tuple(labels)
 
-  def _sources(self, state: base.BlockState) -> tuple[jax.Array, ...]:
+  def _opened(self, state: base.BlockState) -> tuple[jax.Array, ...]:
     if state.partial_BTD is None:
-      return state.blocks
-    return (*state.blocks, state.partial_BTD.astype(self.dtype))
+      return ()
+    return (state.partial_BTD.astype(self.dtype),)
 
 
 def _add(partial_BTD: jax.Array | None, y_BTD: jax.Array) -> jax.Array:

@@ -17,8 +17,10 @@ competes like any other (arXiv:2605.17887, whose abstract alone was read).
 another weighting, with `model.residual.form=one_softmax`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
 import functools
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.residuals import base
 
 
 class Read(NamedTuple):
@@ -47,6 +50,92 @@ class Read(NamedTuple):
   null_D: jax.Array | None = None
   value: "Read | None" = None
   scale: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OneSoftmax:
+  """Reads by the formula, each by itself; a slot is a read's parameters.
+
+  Attributes:
+    options: of the reads.
+    eps: added to the mean square of a source before it is scored.
+    dtype: of mixtures.
+  """
+
+  options: config_lib.DepthReadConfig
+  eps: float
+  dtype: jnp.dtype
+
+  def open(self, reads: Read, sources: Any) -> tuple[tuple, Any]:
+    """The sources that `read` needs once more, and slots of stacked reads."""
+    return sources, reads
+
+  def read(
+    self, slot: Any, sources: tuple, opened: tuple, norm: base.Norm
+  ) -> jax.Array | base.QKV:
+    """norm(the mixture of a slot, with the sources opened since then)."""
+    return base.normed(self.attend(slot, (*sources, *opened)), norm)
+
+  def attend(self, read: Read, sources: tuple) -> jax.Array | base.QKV:
+    """The mixture of one read; a single source is returned as is."""
+    if len(sources) == 1 and self.options.sums_to_one:
+      return sources[0]
+    return self._attend(read, sources)
+
+  def _attend(self, read: Read, sources: tuple) -> jax.Array | base.QKV:
+    return each(read, lambda part: self._mixture(part, sources))
+
+  def _mixture(self, read: Read, sources: tuple[jax.Array, ...]) -> jax.Array:
+    # Autodiff would keep every weighted source.
+    @jax.checkpoint
+    def mixture(read: Read, *sources: jax.Array) -> jax.Array:
+      weights_MBTH = weights(self.options, read, sources, self.eps)
+      weights_MBTH = base.coefficient(weights_MBTH)
+      mixture_BTD = mix(self.options, weights_MBTH, read, sources)
+      return scaled(mixture_BTD, read.scale).astype(self.dtype)
+
+    visible = seen(self.options, sources)
+    keys = () if self.options.query == "static" else visible
+    width = sources[0].shape[-1]
+    key_width = (self.options.rank or width) if keys else 0
+    flops = pair_flops(visible, key_width)
+    if self.options.query == "input":
+      flops += 2 * sources[0].size * key_width
+    return linear.counted(
+      mixture, read, *sources, flops=flops,
+      scanned=keys if self.options.key_norm else (), outs=sources[0],
+    )  # fmt: skip
+
+
+def each(
+  read: Any, function: Callable[[Any], jax.Array]
+) -> jax.Array | base.QKV:
+  """Applies `function` to the read, and to the value read if there is one."""
+  h_BTD = function(read)
+  if read.value is None:
+    return h_BTD
+  return base.QKV(h_BTD, h_BTD, function(read.value))
+
+
+def scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
+  """A mixture times its factor, if it has one; the product is float32."""
+  if scale is None:
+    return h
+  wide = precision.widen(h)
+  return (wide * scale.astype(wide.dtype)).astype(h.dtype)
+
+
+def pair_flops(
+  sources: Sequence[jax.Array], key_width: int, num_queries: int = 1
+) -> int:
+  """FLOPs of reads: dot products of keys and weighted sums of values.
+
+  A (query, source) pair counts as the two, and a source as one mean square,
+  however often its norm is recomputed.
+  """
+  *tokens, width = sources[0].shape
+  pairs = num_queries * len(sources) * math.prod(tokens)
+  return 2 * pairs * (width + key_width)
 
 
 def weigh(
@@ -87,6 +176,25 @@ def weights(
       for source in _competing(options, null_D, sources)
     ]
   return weigh(options, jnp.stack(scores))
+
+
+def mean_weights(
+  options: config_lib.DepthReadConfig, read: Read,
+  sources: Sequence[jax.Array], eps: float,
+) -> jax.Array:  # fmt: skip
+  """For `depth_weights`: [M, B, T], the mean over heads, without the null.
+
+  A source outside the window has weight 0.
+  """
+  weights_MBTH = weights(options, read, sources, eps)
+  if read.null_D is not None:
+    weights_MBTH = weights_MBTH[1:]
+  weights_MBT = jnp.mean(weights_MBTH, axis=-1)
+  hidden = len(sources) - len(weights_MBT)
+  if not hidden:
+    return weights_MBT
+  zeros = jnp.zeros((hidden, *weights_MBT.shape[1:]), weights_MBT.dtype)
+  return jnp.concatenate([weights_MBT[:1], zeros, weights_MBT[1:]])
 
 
 def mix(

@@ -176,7 +176,8 @@ class DeltaAttnRes(Stream, full_attnres.FullAttnRes):
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     sources = super().write(carry.sources, slot.attention, y_BTD)
     # The kept output, not one that has to be computed again.
-    return Carry(sources, carry.stream_BTD + precision.widen(sources[-1]))
+    y_BTD = precision.widen(sources.opened[-1])
+    return Carry(sources, carry.stream_BTD + y_BTD)
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
     return super().close(state, carry.sources, stop)
@@ -186,9 +187,7 @@ class DeltaAttnRes(Stream, full_attnres.FullAttnRes):
 
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     reads = range(1, self.num_sublayers)
-    attended = [
-      self.mean_weights(self.queries.single(l), values[: l + 1]) for l in reads
-    ]
+    attended = [self.mean_weights(l, values[: l + 1]) for l in reads]
     return (_no_weights(values[:1]), *attended, _no_weights(values))
 
 
@@ -229,33 +228,28 @@ class DeltaBlock(Stream):
     if not self.two_phase:
       carry = Carry(seen, state.stream_BTD, state.blocks[len(seen) :])
       return carry, GatedSlot(gates, reads)
-    # Phase 1 is the whole attention of the segment.
+    # Phase 1 is the whole attention of the segment, and nothing else is read.
     rho = self._mixtures(reads, state.blocks)
     if seen and len(seen) < len(state.blocks):
       first = self._mixtures(jax.tree.map(lambda a: a[:1], reads), seen)
       rho = jax.tree.map(lambda a, row: a.at[:1].set(row), rho, first)
-    return state.stream_BTD, GatedSlot(gates, rho)
+    return Carry((), state.stream_BTD), GatedSlot(gates, rho)
 
   def read(
     self, carry: Any, slot: Any, norm: base.Norm
   ) -> tuple[jax.Array | base.QKV, Any]:
-    rho, stream_BTD = slot.attention, carry
-    if isinstance(carry, Carry):
+    rho = slot.attention
+    if not self.two_phase:
       # The first sublayer of all has no source, and a gate of zero.
-      rho = self.attend(rho, carry.sources or carry.newest)
-      stream_BTD = carry.stream_BTD
-    return base.normed(self.add(stream_BTD, slot.gate, rho), norm), carry
+      rho = self.reader.attend(rho, carry.sources or carry.newest)
+    return base.normed(self.add(carry.stream_BTD, slot.gate, rho), norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    if not isinstance(carry, Carry):
-      return base.save(carry + precision.widen(y_BTD))
     stream_BTD = base.save(carry.stream_BTD + precision.widen(y_BTD))
     return Carry((*carry.sources, *carry.newest), stream_BTD)
 
   def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
-    if isinstance(carry, Carry):
-      carry = carry.stream_BTD
-    return self._commit(state.blocks, carry, stop)
+    return self._commit(state.blocks, carry.stream_BTD, stop)
 
   def readout(self, state: BlockState) -> jax.Array:
     return state.stream_BTD.astype(self.dtype)
@@ -270,9 +264,8 @@ class DeltaBlock(Stream):
     state, weights = self.init(values[0]), []
     for l in range(self.num_sublayers):
       seen = self._seen_first(state.blocks, l)
-      read = self.queries.single(l)
       weights.append(
-        self.mean_weights(read, seen) if seen else _no_weights(state.blocks)
+        self.mean_weights(l, seen) if seen else _no_weights(state.blocks)
       )
       stream_BTD = state.stream_BTD + precision.widen(values[l + 1])
       state = self._commit(state.blocks, stream_BTD, l + 1)
@@ -289,8 +282,8 @@ class DeltaBlock(Stream):
   def _mixtures(
     self, reads: definition.Read, sources: tuple[jax.Array, ...]
   ) -> jax.Array | base.QKV:
-    slots = self.phase_1(reads, sources)
-    return depth_read.each(slots, lambda slot: slot.out_BTD)
+    _, slots = self.reader.open(reads, sources)
+    return definition.each(slots, lambda slot: slot.out_BTD)
 
   def _seen_first(
     self, blocks: tuple[jax.Array, ...], start: int

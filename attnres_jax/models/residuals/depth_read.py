@@ -8,10 +8,9 @@ operators of `attnres_kernels`, which run on each device's own tokens, since
 every token attends over its own depth.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -28,21 +27,6 @@ from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import definition
 import attnres_kernels
-
-
-class Bank(NamedTuple):
-  """Sources as rows of one array, in a scan over blocks.
-
-  Attributes:
-    rows_MBTD: the array.
-    count: how many rows are sources, a number known at run time only.
-  """
-
-  rows_MBTD: jax.Array
-  count: jax.Array
-
-
-Sources = Sequence[jax.Array] | Bank
 
 
 class Slot(NamedTuple):
@@ -173,10 +157,12 @@ class DepthAttention(base.Residual):
     options: of the reads.
     queries: of the L sublayers and, if it attends, of the readout.
     attends_last: whether the readout does.
+    norm_apart: as in `TwoPhases`.
   """
 
   Options = config_lib.DepthAttentionConfig
   attends_last = True
+  norm_apart = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -185,6 +171,9 @@ class DepthAttention(base.Residual):
     options = config.residual.effective_read
     self.options = checked(options, config.width)
     self.form = config.residual.form if options.batched else "one_softmax"
+    fields = self.options, self.eps, self.dtype
+    self._one_softmax = definition.OneSoftmax(*fields)
+    self._two_phases = TwoPhases(*fields, self.norm_apart)
     self.queries = DepthQueries(
       config,
       self.options,
@@ -217,58 +206,57 @@ class DepthAttention(base.Residual):
     """
     return self.form == "two_phase" and not base.coefficients_are_fixed()
 
-  def attend(
-    self, read: definition.Read, sources: tuple[jax.Array, ...]
-  ) -> jax.Array | base.QKV:
-    """The mixture of one read; a single source is returned as is."""
-    if len(sources) == 1 and self.options.sums_to_one:
-      return sources[0]
-    if not self.two_phase:
-      return each(read, lambda part: self._defined(part, sources))
-    slots = self.phase_1(jax.tree.map(lambda a: a[None], read), sources)
-    return each(layer_stacks.single(slots), mixture_of)
+  @property
+  def reader(self) -> definition.OneSoftmax:
+    """How reads happen in this context."""
+    return self._two_phases if self.two_phase else self._one_softmax
 
   def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
     """The readout: the mixture with its own query."""
     read = self.queries.single(self.num_sublayers)
-    return base.query_input(self.attend(read, sources))
+    return base.query_input(self.reader.attend(read, sources))
 
-  def phase_1(self, reads: definition.Read, sources: Sources) -> Slot:
-    """Slots of stacked reads, from one pass over the sources."""
+  def mean_weights(self, l: int, sources: Sequence[jax.Array]) -> jax.Array:
+    """For `depth_weights`: those of read l (from 0), [M, B, T]."""
+    read = self.queries.single(l)
+    return definition.mean_weights(self.options, read, sources, self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoPhases(definition.OneSoftmax):
+  """All reads of a segment at once, then a merge for each that needs one.
+
+  Attributes:
+    norm_apart: whether the norm of a mixture without open source is an operator
+      of its own, rather than fused by compilers.
+  """
+
+  norm_apart: bool = True
+
+  def open(self, reads, sources):
+    """Phase 1: slots of stacked reads, from one pass over the sources."""
     query_QD = reads.query
     if reads.value is not None:
       query_QD = jnp.concatenate([query_QD, reads.value.query])
-    if isinstance(sources, Bank):
-      run = functools.partial(self._phase_1_of_bank, query_QD)
-      # Kept for the backward pass: the rows, which are kept in any case.
-      return self._slots(reads, *jax.checkpoint(run)(sources))
-    mixtures = depth_attention(
+    return (), self._slots(reads, *self._mixtures(query_QD, sources))
+
+  def read(self, slot, sources, opened, norm):
+    """Phase 2."""
+    if not opened:
+      norm_of = normed if self.norm_apart else base.normed
+      return norm_of(definition.each(slot, mixture_of), norm)
+    return self._merge(slot, opened, norm)
+
+  def _attend(self, read, sources):
+    _, slots = self.open(jax.tree.map(lambda a: a[None], read), sources)
+    return definition.each(layer_stacks.single(slots), mixture_of)
+
+  def _mixtures(
+    self, query_QD: jax.Array, sources: Any
+  ) -> tuple[jax.Array, jax.Array]:
+    return depth_attention(
       query_QD, sources, eps=self.eps, heads=self._heads, rank=self._rank
     )
-    return self._slots(reads, *mixtures)
-
-  def _phase_1_of_bank(
-    self, query_QD: jax.Array, bank: Bank
-  ) -> tuple[jax.Array, jax.Array]:
-    """The definition, of the first rows of an array."""
-    rows_MBTD, count = bank
-    plain = dataclasses.replace(self.options, null="none")
-    valid_M111 = jnp.arange(len(rows_MBTD))[:, None, None, None] < count
-
-    def attend(query_D: jax.Array) -> tuple[jax.Array, jax.Array]:
-      scores_MBTH = definition.score(plain, query_D, rows_MBTD, self.eps)
-      scores_MBTH = jnp.where(valid_M111, scores_MBTH, -jnp.inf)
-      weights_MBTD = definition.spread(
-        definition.weigh(plain, scores_MBTH), rows_MBTD
-      )
-      out_BTD = jnp.sum(weights_MBTD * precision.widen(rows_MBTD), axis=0)
-      lse_BTH = jax.nn.logsumexp(scores_MBTH, axis=0)
-      if self._heads is None:
-        lse_BTH = jnp.squeeze(lse_BTH, -1)
-      return out_BTD.astype(rows_MBTD.dtype), lse_BTH
-
-    outs, lses = zip(*map(attend, query_QD))
-    return jnp.stack(outs), jnp.stack(lses)
 
   def _slots(
     self, reads: definition.Read, out_QBTD: jax.Array, lse_QBT: jax.Array
@@ -289,67 +277,44 @@ class DepthAttention(base.Residual):
       )
     return Slot(reads.query, out_QBTD, lse_QBT, scale=reads.scale)
 
-  def merge(
-    self, slot: Slot, open_BTD: jax.Array, norm: base.Norm
+  def _merge(
+    self, slot: Slot, opened: tuple[jax.Array, ...], norm: base.Norm
   ) -> jax.Array | base.QKV:
-    """norm(the mixture with the open source as one more source).
+    """norm(the mixture with the opened sources as further sources).
 
-    One pass over memory, if the norm is ours and mixtures are not scaled.
+    One pass over memory, if the norm is ours, mixtures are not scaled, and
+    there is one source or a kernel that takes several.
     """
+    ours = type(norm) is norm_lib.RMSNorm and slot.scale is None
+    arrays = slot.out_BTD, slot.lse_BT, slot.query_D, opened
+    if len(opened) > 1 and not (
+      ours and attnres_kernels.merges_several(*arrays, rank=self._rank)
+    ):
+      joined = definition.each(slot, lambda part: self._joined(part, opened))
+      return base.normed(joined, norm)
 
     def merged(part: Slot) -> jax.Array:
       merge = functools.partial(
-        depth_merge, part, open_BTD, eps=self.eps, rank=self._rank
-      )
+        depth_merge, part, opened if len(opened) > 1 else opened[0],
+        eps=self.eps, rank=self._rank,
+      )  # fmt: skip
       if part.scale is None:
         return merge(norm)
       # The factor is one more number per read, which no kernel has: without
       # it, eps of the norm would have to be divided by its square.
       h_BTD = merge(norm_lib.Identity())
-      wide_BTD = scaled(precision.widen(h_BTD), part.scale)
+      wide_BTD = definition.scaled(precision.widen(h_BTD), part.scale)
       return norm(wide_BTD).astype(h_BTD.dtype)
 
-    return each(slot, merged)
+    return definition.each(slot, merged)
 
-  def merge_several(
-    self, slot: Slot, sources: tuple[jax.Array, ...], norm: base.Norm
-  ) -> jax.Array | base.QKV:
-    """norm(the mixture with several more sources), as in `merge`."""
-    ours = type(norm) is norm_lib.RMSNorm and slot.scale is None
-    if ours and attnres_kernels.merges_several(
-      slot.out_BTD, slot.lse_BT, slot.query_D, sources, rank=self._rank
-    ):
-      merge = functools.partial(depth_merge, eps=self.eps, rank=self._rank)
-      return each(slot, lambda part: merge(part, sources, norm))
-
-    def merged(part: Slot) -> jax.Array:
-      out_QBTD, lse_QBT = depth_attention(
-        part.query_D[None], sources,
-        eps=self.eps, heads=self._heads, rank=self._rank,
-      )  # fmt: skip
-      merged_BTD, _ = attnres_kernels.combine_mixtures(
-        part.out_BTD, part.lse_BT, out_QBTD[0], lse_QBT[0]
-      )
-      return scaled(merged_BTD, part.scale)
-
-    return base.normed(each(slot, merged), norm)
-
-  def mean_weights(
-    self, read: definition.Read, sources: Sequence[jax.Array]
-  ) -> jax.Array:
-    """For `depth_weights`: [M, B, T], the mean over heads, without the null.
-
-    A source outside the window has weight 0.
-    """
-    weights_MBTH = definition.weights(self.options, read, sources, self.eps)
-    if read.null_D is not None:
-      weights_MBTH = weights_MBTH[1:]
-    weights_MBT = jnp.mean(weights_MBTH, axis=-1)
-    hidden = len(sources) - len(weights_MBT)
-    if not hidden:
-      return weights_MBT
-    zeros = jnp.zeros((hidden, *weights_MBT.shape[1:]), weights_MBT.dtype)
-    return jnp.concatenate([weights_MBT[:1], zeros, weights_MBT[1:]])
+  def _joined(self, slot: Slot, opened: tuple[jax.Array, ...]) -> jax.Array:
+    """The mixture with several sources, which are mixed by themselves first."""
+    out_QBTD, lse_QBT = self._mixtures(slot.query_D[None], opened)
+    merged_BTD, _ = attnres_kernels.combine_mixtures(
+      slot.out_BTD, slot.lse_BT, out_QBTD[0], lse_QBT[0]
+    )
+    return definition.scaled(merged_BTD, slot.scale)
 
   @property
   def _heads(self) -> int | None:
@@ -358,31 +323,6 @@ class DepthAttention(base.Residual):
   @property
   def _rank(self) -> int | None:
     return self.options.rank or None
-
-  def _defined(
-    self, read: definition.Read, sources: tuple[jax.Array, ...]
-  ) -> jax.Array:
-    """The mixture by its formula."""
-
-    # Autodiff would keep every weighted source.
-    @jax.checkpoint
-    def mixture(read: definition.Read, *sources: jax.Array) -> jax.Array:
-      weights_MBTH = definition.weights(self.options, read, sources, self.eps)
-      weights_MBTH = base.coefficient(weights_MBTH)
-      mixture_BTD = definition.mix(self.options, weights_MBTH, read, sources)
-      return scaled(mixture_BTD, read.scale).astype(self.dtype)
-
-    visible = definition.seen(self.options, sources)
-    keys = () if self.options.query == "static" else visible
-    width = sources[0].shape[-1]
-    key_width = (self.options.rank or width) if keys else 0
-    flops = len(visible) * pair_flops(sources[0].shape, key_width)
-    if self.options.query == "input":
-      flops += 2 * sources[0].size * key_width
-    return linear.counted(
-      mixture, read, *sources, flops=flops,
-      scanned=keys if self.options.key_norm else (), outs=sources[0],
-    )  # fmt: skip
 
   def _null_logits(
     self, query_QD: jax.Array, null_Q11D: jax.Array, shape: tuple[int, ...]
@@ -418,27 +358,9 @@ def checked(
   return options
 
 
-def each(
-  read: Any, function: Callable[[Any], jax.Array]
-) -> jax.Array | base.QKV:
-  """`function` of a read, or of both if that of the values is another one."""
-  h_BTD = function(read)
-  if read.value is None:
-    return h_BTD
-  return base.QKV(h_BTD, h_BTD, function(read.value))
-
-
-def scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
-  """A mixture times its factor, if it has one; the product is float32."""
-  if scale is None:
-    return h
-  wide = precision.widen(h)
-  return (wide * scale.astype(wide.dtype)).astype(h.dtype)
-
-
 def mixture_of(slot: Slot) -> jax.Array:
   """What is read if there is no open source."""
-  return scaled(slot.out_BTD, slot.scale)
+  return definition.scaled(slot.out_BTD, slot.scale)
 
 
 def normed(h: jax.Array | base.QKV, norm: base.Norm) -> jax.Array | base.QKV:
@@ -476,7 +398,7 @@ def depth_attention(
   lse_QBT = jax.ShapeDtypeStruct((*out_QBTD.shape[:-1], *axis_H), jnp.float32)
   return linear.counted(
     split, query_QD, sources,
-    flops=len(sources) * pair_flops(out_QBTD.shape, query_QD.shape[-1]),
+    flops=definition.pair_flops(sources, query_QD.shape[-1], num_queries),
     scanned=sources, outs=(out_QBTD, lse_QBT),
   )  # fmt: skip
 
@@ -504,18 +426,7 @@ def depth_merge(
   split = sharding.by_shards(merge, in_specs[: len(arrays)], tokens)
   h_BTD = linear.counted(
     split, *arrays,
-    flops=len(sources) * pair_flops(sources[0].shape, slot.query_D.size),
+    flops=definition.pair_flops(sources, slot.query_D.size),
     scanned=sources, outs=slot.out_BTD,
   )  # fmt: skip
   return h_BTD if fused else base.normed(h_BTD, norm)
-
-
-def pair_flops(mixtures: Sequence[int], key_width: int) -> int:
-  """FLOPs per source: a dot product of keys and a weighted sum of values.
-
-  A (query, source) pair counts as the two, and a source as one mean square,
-  however often its norm is recomputed. `mixtures` is the shape [..., D] of the
-  mixed arrays, `key_width` of the scored keys.
-  """
-  *tokens, width = mixtures
-  return 2 * math.prod(tokens) * (width + key_width)

@@ -11,7 +11,7 @@ form, one softmax per read, is the definition (`depth_read`).
 
 from collections.abc import Sequence
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -19,7 +19,6 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax.config import fields
 from attnres_jax.models.residuals import base
-from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 from attnres_jax.models.residuals import styles
 
@@ -36,17 +35,25 @@ class Options(config_lib.DepthAttentionConfig):
   schedule_size: fields.Execution[fields.Size] = 6
 
 
+class Carry(NamedTuple):
+  """Values before a segment, if needed, and its own."""
+
+  earlier: tuple[jax.Array, ...]
+  opened: tuple[jax.Array, ...]
+
+
 class FullAttnRes(base.Values, depth_read.DepthAttention):
   """Full AttnRes in either form.
 
-  The carry is the values: in two phases, of the segment; with one softmax per
-  read, all of them.
+  The carry is the segment's values, and earlier ones if the reader needs them
+  again.
   """
 
   style = styles.Style("Full AttnRes", "#d1478f", "^")
   certainty = styles.Certainty.PAPER
   headline = True
   Options = Options
+  norm_apart = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -54,33 +61,27 @@ class FullAttnRes(base.Values, depth_read.DepthAttention):
       self.segment_size = config.residual.schedule_size
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    reads = self.queries.reads(start, stop)
-    if not self.two_phase:
-      return state, reads
-    return (), self.phase_1(reads, state)
+    earlier, slots = self.reader.open(self.queries.reads(start, stop), state)
+    return Carry(earlier, ()), slots
 
   def read(
     self, carry: Any, slot: Any, norm: base.Norm
   ) -> tuple[jax.Array | base.QKV, Any]:
-    if isinstance(slot, definition.Read):
-      return base.normed(self.attend(slot, carry), norm), carry
-    if not carry:
-      mixture = depth_read.each(slot, depth_read.mixture_of)
-      return base.normed(mixture, norm), carry
-    if len(carry) == 1:
-      return self.merge(slot, carry[0], norm), carry
-    return self.merge_several(slot, carry, norm), carry
+    h = self.reader.read(slot, carry.earlier, carry.opened, norm)
+    return h, carry
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    return Carry(carry.earlier, super().write(carry.opened, slot, y_BTD))
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
-    # In two phases, the carry has the new values only.
-    return (*state, *carry) if self.two_phase else carry
+    return (*state, *carry.opened)
 
   def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
     return self.attend_last(state)
 
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(
-      self.mean_weights(self.queries.single(l), values[: l + 1])
+      self.mean_weights(l, values[: l + 1])
       for l in range(self.num_sublayers + 1)
     )
 

@@ -16,6 +16,7 @@ from jaxtyping import Float
 
 from attnres_kernels import dispatch
 from attnres_kernels import heads as heads_lib
+from attnres_kernels import platforms
 from attnres_kernels.depth_attention import reference
 
 
@@ -26,7 +27,7 @@ def depth_attention(
   heads: int | None = None,
   rank: int | None = None,
   eps: float = 1e-6,
-  implementation: dispatch.Implementation | None = None,
+  implementation: platforms.Implementation | None = None,
 ) -> tuple[Float[Array, "Q *T D"], Float[Array, " Q *TH"]]:
   """Mixes earlier outputs with learned queries (arXiv:2603.15031, Eq. 2-4).
 
@@ -56,22 +57,21 @@ def depth_attention(
     ValueError: the widths differ, or M is zero.
     NotImplementedError: the named backend cannot run these shapes here.
   """
-  dispatch.check_implementation(implementation)
-  dispatch.check_eps(eps)
+  platforms.check_implementation(implementation)
+  platforms.check_eps(eps)
   query, sources = _check(query, sources)
   given = f"query {query.shape} and sources {_shapes(sources)}"
   width = sources[0].shape[-1] if sources[0].ndim else 0
   options: dict[str, Any] = dict(eps=float(eps))
   options |= heads_lib.options(width, query.shape[1], heads, rank, given)
-  query = query.astype(dispatch.accumulator(query, *sources))
+  query = query.astype(platforms.accumulator(query, *sources))
   if implementation == "reference":
     out, lse = reference.forward(query, sources, **options)
   else:
     # Saves the log-normalisers. The caller keeps the sources alive anyway.
-    out, lse = dispatch.differentiable(
-      "depth_attention", implementation, tuple(options.items()), (1,),
-      query, sources,
-    )  # fmt: skip
+    given = tuple(options.items())
+    rule = dispatch.Rule("depth_attention", implementation, given, saved=(1,))
+    out, lse = dispatch.differentiable(rule, query, sources)
   return jnp.stack(out), lse[..., None] if heads == 1 else lse
 
 

@@ -30,8 +30,8 @@ import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
-from attnres_kernels import dispatch
 from attnres_kernels import pallas_tpu_rows as tpu_rows
+from attnres_kernels import platforms
 
 GROUP_BITS = 3
 GROUP = 1 << GROUP_BITS  # The sublanes of a register.
@@ -71,7 +71,7 @@ def why_not(
   slabs = num_slots + num_queries
   slabs += num_slots if function == "backward" else 0
   tile = 2 * slabs * tpu_rows.ROWS * width * first.dtype.itemsize
-  if tile > dispatch.tpu_vmem_bytes():
+  if tile > platforms.tpu_vmem_bytes():
     return (
       f"query {query_QD.shape} with {num_slots} sources {first.shape} needs"
       f" {tile >> 20} MiB of VMEM for two buffers of {tpu_rows.ROWS} tokens"

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 
 def forward(
@@ -22,7 +22,7 @@ def forward(
     A tuple of Q mixtures, and the log-normalisers [Q, ...] or [Q, ..., H].
   """
   source_MTD = jnp.stack(sources)
-  dtype = dispatch.accumulator(query_QD, source_MTD)
+  dtype = platforms.accumulator(query_QD, source_MTD)
   source_MTD = source_MTD.astype(dtype)
   key_MTD = source_MTD if rank is None else source_MTD[..., -rank:]
   mean_square = jnp.mean(jnp.square(key_MTD), axis=-1, keepdims=True)

@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from attnres_kernels import dispatch
 from attnres_kernels import heads as heads_lib
+from attnres_kernels import platforms
 from attnres_kernels.depth_merge import reference
 
 
@@ -26,7 +27,7 @@ def depth_merge(
   *,
   rank: int | None = None,
   eps: float = 1e-6,
-  implementation: dispatch.Implementation | None = None,
+  implementation: platforms.Implementation | None = None,
 ) -> Float[Array, "*T D"]:
   """Merges one more source into a mixture of `depth_attention`.
 
@@ -62,7 +63,7 @@ def depth_merge_norm(
   rank: int | None = None,
   eps: float = 1e-6,
   norm_eps: float = 1e-6,
-  implementation: dispatch.Implementation | None = None,
+  implementation: platforms.Implementation | None = None,
 ) -> Float[Array, "*T D"]:
   """`depth_merge` and the next sublayer's pre-norm in one pass over memory.
 
@@ -82,8 +83,9 @@ def merges_several(
   """Whether a kernel merges all of these at once on the GPU of this program."""
   heads = lse.shape[-1] if lse.ndim == out.ndim else 1
   options = dict(eps=0.0, norm_eps=0.0, heads=heads, rank=rank)
+  rule = dispatch.Rule("depth_merge", None, tuple(options.items()))
   arrays = out, lse, query, tuple(partials)
-  return bool(dispatch.kernels("depth_merge", "forward", arrays, options))
+  return bool(dispatch.kernels(rule, "forward", arrays))
 
 
 def combine_mixtures(
@@ -127,9 +129,9 @@ def _merge(
   gain: jax.Array | None, rank: int | None, eps: float, norm_eps: float,
   implementation: str | None,
 ) -> jax.Array:  # fmt: skip
-  dispatch.check_implementation(implementation)
-  dispatch.check_eps(eps)
-  dispatch.check_eps(norm_eps, "norm_eps")
+  platforms.check_implementation(implementation)
+  platforms.check_eps(eps)
+  platforms.check_eps(norm_eps, "norm_eps")
   given = f"out {out.shape}, query {query.shape}"
   if query.ndim != 1 or not query.shape[0]:
     raise ValueError(f"query must be [D] with D >= 1; {given}")
@@ -154,10 +156,9 @@ def _merge(
     lse = jnp.squeeze(lse, -1)
   if implementation == "reference":
     return reference.forward(out, lse, query, partial, gain, **options)
-  dtype = dispatch.accumulator(out, query, *partials)
+  dtype = platforms.accumulator(out, query, *partials)
   lse, query = lse.astype(dtype), query.astype(dtype)
   gain = None if gain is None else gain.astype(dtype)
-  return dispatch.differentiable(
-    "depth_merge", implementation, tuple(options.items()), (),
-    out, lse, query, partials if several else partial, gain,
-  )  # fmt: skip
+  rule = dispatch.Rule("depth_merge", implementation, tuple(options.items()))
+  opened = partials if several else partial
+  return dispatch.differentiable(rule, out, lse, query, opened, gain)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 
 def forward(
@@ -19,7 +19,7 @@ def forward(
   Several partial sums join one after the other.
   """
   partials = jax.tree.leaves(partial)
-  dtype = dispatch.accumulator(out_TD, lse_T, query_D, *partials)
+  dtype = platforms.accumulator(out_TD, lse_T, query_D, *partials)
   mixed_TD = out_TD.astype(dtype)
   for total_TD in (x.astype(dtype) for x in partials):
     key_TD = _rms_norm(total_TD if rank is None else total_TD[..., -rank:], eps)

@@ -28,8 +28,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.megablox.gmm import make_group_metadata
 import jax.numpy as jnp
 
-from attnres_kernels import dispatch
 from attnres_kernels import pallas_tpu_rows as tpu_rows
+from attnres_kernels import platforms
 
 # Hidden units from gate and up, float32.
 Units = Callable[[jax.Array, jax.Array], jax.Array]
@@ -45,7 +45,7 @@ def num_slices(hidden: int, width: int, dtype: Any) -> int | None:
   """Of the hidden units, so that the backward pass fits; None if none does."""
   # Matrices in the dtype of x and their gradients, two buffers each.
   wide = -(-width // tpu_rows.LANES) * tpu_rows.LANES
-  room = 3 / 4 * dispatch.tpu_vmem_bytes()
+  room = 3 / 4 * platforms.tpu_vmem_bytes()
   for slices in range(1, max(1, hidden // tpu_rows.ROWS) + 1):
     size = 3 * hidden // slices * wide * (jnp.dtype(dtype).itemsize + 4) * 2
     divides = slices == 1 or hidden % (slices * tpu_rows.ROWS) == 0
@@ -161,7 +161,7 @@ def sum_rows(
     jnp.diff(stops).astype(jnp.int32), len(rows_JD), _SUMMED_ROWS, True
   )
   tile = pl.BlockSpec((_SUMMED_TOKENS, width), lambda i, *s: (s[1][i], 0))
-  exact = dispatch.exact(rows_JD)
+  exact = platforms.exact(rows_JD)
   block = _SUMMED_TOKENS * width * 4 + _SUMMED_ROWS * width * dtype.itemsize
   return pl.pallas_call(
     functools.partial(_sum_kernel, precision=exact),
@@ -178,7 +178,7 @@ def sum_rows(
     out_shape=jax.ShapeDtypeStruct((tokens, width), dtype),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("arbitrary",),
-      vmem_limit_bytes=dispatch.tpu_vmem_limit(block),
+      vmem_limit_bytes=platforms.tpu_vmem_limit(block),
     ),
     cost_estimate=pl.CostEstimate(
       flops=2
@@ -261,7 +261,7 @@ class _Call:
       out_shape=out_shape,
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("arbitrary", "arbitrary"),
-        vmem_limit_bytes=dispatch.tpu_vmem_limit(blocks),
+        vmem_limit_bytes=platforms.tpu_vmem_limit(blocks),
       ),
       cost_estimate=pl.CostEstimate(
         flops=2 * flops * self.visited * matrix,
@@ -405,7 +405,7 @@ def _gate_and_up(
 def _dot(
   a: jax.Array, b: jax.Array, b_axis: int = 0, a_axis: int = 1
 ) -> jax.Array:
-  exact = dispatch.exact(a) is not None
+  exact = platforms.exact(a) is not None
   return tpu_rows.dot(a, b, b_axis, a_axis, exact=exact)
 
 

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from attnres_kernels.kda import reference
 
 Save = Literal["chunks", "arguments"]
@@ -35,7 +36,7 @@ def kda(
   segment_ids: Int[Array, "B T"] | None = None,
   chunk_size: int = 64,
   save: Save = "chunks",
-  implementation: dispatch.Implementation | None = None,
+  implementation: platforms.Implementation | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
   """Runs the gated delta rule over a sequence.
 
@@ -67,7 +68,7 @@ def kda(
     ValueError: shapes or dtypes do not fit together, or a name is unknown.
     NotImplementedError: the named backend cannot run these shapes here.
   """
-  dispatch.check_implementation(implementation)
+  platforms.check_implementation(implementation)
   if save not in get_args(Save):
     raise ValueError(f"save={save!r} is not one of {get_args(Save)}")
   arrays = [jnp.asarray(x) for x in (q, k, v, g, beta)]
@@ -79,22 +80,16 @@ def kda(
       f"chunk_size={chunk_size} and the {q.shape[1]} tokens of q {q.shape}"
       " must be at least 1"
     )
-  dtype = dispatch.accumulator(*arrays, initial_state)
+  dtype = platforms.accumulator(*arrays, initial_state)
   state = _state(initial_state, arrays, dtype)
   scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
   g = _with_resets(g.astype(dtype), segment_ids)
   arguments = q, k, v, g, beta.astype(dtype), state
   if implementation == "reference":
     return reference.forward(*arguments, scale=scale, chunk_size=chunk_size)
-  return dispatch.call(
-    "kda",
-    "kda",
-    implementation,
-    *arguments,
-    scale=scale,
-    chunk_size=chunk_size,
-    save=save,
-  )
+  options = ("scale", scale), ("chunk_size", chunk_size), ("save", save)
+  rule = dispatch.Rule("kda", implementation, options)
+  return dispatch.choose(rule, "kda", arguments)(*arguments)
 
 
 def kda_step(
@@ -117,7 +112,7 @@ def kda_step(
   _check(names, arrays, "BHK BHK BHV BHK BH BHKV")
   q, k, v, g, beta, state = arrays
   scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-  state = state.astype(dispatch.accumulator(*arrays))
+  state = state.astype(platforms.accumulator(*arrays))
   o, state = reference.step(q, k, v, g, beta, state, scale=scale)
   return o.astype(v.dtype), state
 

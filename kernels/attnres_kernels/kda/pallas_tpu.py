@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from attnres_kernels.kda import pallas_tpu_chunk as chunk_lib
 from attnres_kernels.kda import pallas_tpu_decay as decay_lib
 
@@ -74,7 +74,7 @@ class Step(NamedTuple):
     backward: bool = False,
   ) -> "Step":  # fmt: skip
     """As many as fit."""
-    large = dispatch.tpu_vmem_bytes() > 22 * 2**20
+    large = platforms.tpu_vmem_bytes() > 22 * 2**20
     room = 64 * 128 / (chunk_size * width)
     least = max(1, int((16 if large else 8) * room))
     aside = chunk_lib.num_aside(heads, chunk_size, least)
@@ -243,7 +243,7 @@ class _Call:
       out_shape=[shape for _, shape in outputs],
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
+        vmem_limit_bytes=platforms.tpu_vmem_bytes(),
       ),
       cost_estimate=self._cost(inputs, outputs),
       interpret=self.interpret,

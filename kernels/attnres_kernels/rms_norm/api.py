@@ -13,6 +13,7 @@ from jaxtyping import Array
 from jaxtyping import Float
 
 from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 
 def rms_norm(
@@ -21,7 +22,7 @@ def rms_norm(
   gate: Float[Array, "*T D"] | None = None,
   *,
   eps: float = 1e-6,
-  implementation: dispatch.Implementation | None = None,
+  implementation: platforms.Implementation | None = None,
 ) -> Float[Array, "*T D"]:
   """X / rms(x) * gain over the last axis (arXiv:1910.07467), in one pass.
 
@@ -41,13 +42,12 @@ def rms_norm(
     ValueError: the shapes do not fit together.
     NotImplementedError: the named backend cannot run these shapes here.
   """
-  dispatch.check_implementation(implementation)
-  dispatch.check_eps(eps)
+  platforms.check_implementation(implementation)
+  platforms.check_eps(eps)
   if gain.shape != x.shape[-1:]:
     raise ValueError(f"gain must be {x.shape[-1:]}, got {gain.shape}")
   if gate is not None and gate.shape != x.shape:
     raise ValueError(f"gate must be {x.shape}, got {gate.shape}")
-  gain = gain.astype(dispatch.accumulator(x, gain))
-  return dispatch.differentiable(
-    "rms_norm", implementation, (("eps", float(eps)),), (), x, gain, gate
-  )
+  gain = gain.astype(platforms.accumulator(x, gain))
+  rule = dispatch.Rule("rms_norm", implementation, (("eps", float(eps)),))
+  return dispatch.differentiable(rule, x, gain, gate)

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from jaxtyping import Int
 
 from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 
 def short_conv(
@@ -21,7 +22,7 @@ def short_conv(
   tail: Float[Array, "B W-1 N H"] | None = None,
   segment_ids: Int[Array, "B T"] | None = None,
   unit_eps: float | None = None,
-  implementation: dispatch.Implementation | None = None,
+  implementation: platforms.Implementation | None = None,
 ) -> Float[Array, "B T N H"]:
   """SiLU of a causal convolution per channel.
 
@@ -41,18 +42,17 @@ def short_conv(
     ValueError: shapes do not fit together.
     NotImplementedError: the named backend cannot run these shapes here.
   """
-  dispatch.check_implementation(implementation)
+  platforms.check_implementation(implementation)
   if x.shape[2:] != taps.shape[1:]:
     raise ValueError(f"x {x.shape} and taps {taps.shape} differ in [N, H]")
   if unit_eps is not None:
-    dispatch.check_eps(unit_eps, "unit_eps")
+    platforms.check_eps(unit_eps, "unit_eps")
   same = None
   if segment_ids is not None:
     same = _reach(segment_ids, taps.shape[0])
-  return dispatch.differentiable(
-    "short_conv", implementation, (("unit_eps", unit_eps),), (),
-    x, taps, tail, same,
-  )  # fmt: skip
+  options = (("unit_eps", unit_eps),)
+  rule = dispatch.Rule("short_conv", implementation, options)
+  return dispatch.differentiable(rule, x, taps, tail, same)
 
 
 def _reach(ids: jax.Array, number: int) -> jax.Array:

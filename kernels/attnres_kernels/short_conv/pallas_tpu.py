@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 _LANES, _ROWS = 128, 8
@@ -133,7 +133,7 @@ class Call:
       scratch_shapes=scratch,
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
+        vmem_limit_bytes=platforms.tpu_vmem_bytes(),
       ),
       interpret=self.interpret,
       name=name,

@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 
 
 def forward(
@@ -12,7 +12,7 @@ def forward(
   *, unit_eps: float | None,
 ) -> jax.Array:  # fmt: skip
   """Like `api.short_conv`; bit s of `same` says if token t - s is in reach."""
-  dtype = dispatch.accumulator(x)
+  dtype = platforms.accumulator(x)
   number, length = taps.shape[0], x.shape[1]
   if tail is None:
     tail = jnp.zeros((x.shape[0], number - 1, *x.shape[2:]), x.dtype)

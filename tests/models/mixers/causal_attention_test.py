@@ -12,7 +12,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.common import topology
 from attnres_jax.models.mixers import causal_attention
-from attnres_kernels import dispatch
+from attnres_kernels import platforms
 from tests import jaxprs
 from tests import tiers
 from tests import tiny_network
@@ -158,7 +158,7 @@ def test_splash_is_the_tiled_form(
   monkeypatch.setattr(causal_attention, "_BLOCKS", (128,))
   arrays = _inputs(LENGTH, heads, kv_heads, width, value, dtype)
   segments = _segments(LENGTH) if packed else None
-  with dispatch.interpreted():
+  with platforms.interpreted():
     actual = jax.jit(lambda *a: _all("splash", segments, *a))(*arrays)
   exact = jax.jit(lambda *a: _all("tiled", segments, *a))(*_widened(arrays))
   assert [x.dtype for x in actual] == [jnp.dtype(dtype)] * 4
