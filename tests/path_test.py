@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of files that one training step runs through."""
+"""The number of files that one training step runs through, and of calls."""
 
 import pathlib
 import sys
@@ -14,7 +14,10 @@ from tests import tiers
 
 # A step of PreNorm runs through the trunk, mixers, norms, loss and optimiser.
 # Block adds its scheme, its reads and their two operators.
-MOST = {"prenorm": 27, "block_attnres": 33}
+MOST = {"prenorm": 26, "block_attnres": 33}
+# Functions between the step and the softmax over depth, with both.
+MOST_CALLS = 17
+_SOFTMAX = "/depth_attention/plain.py", "forward"
 _LEFT_OUT = (
   "attnres_jax/config/",
   "attnres_jax/data/",
@@ -34,11 +37,16 @@ def test_a_step_is_followed_through_few_files(residual):
     f"configs/lm.py:size=micro,runlocal,residual={residual}", {"mesh.data": 1}
   )
   mesh = sharding.make_mesh(config.mesh)
-  files = set()
+  files, calls = set(), []
+  root = f"{pathlib.Path(attnres_jax.__file__).parents[1]}/"
 
   def called(frame, event, arg):
-    del event, arg
-    files.add(frame.f_code.co_filename)
+    del arg
+    code = frame.f_code
+    files.add(code.co_filename)
+    is_softmax = (code.co_filename[-len(_SOFTMAX[0]) :], code.co_name)
+    if event == "call" and is_softmax == _SOFTMAX:
+      calls.append(sum(f.startswith(root) for f in _stack(frame)))
 
   shape = config.data.batch_size, config.data.sequence_length + 1
   tokens = jax.ShapeDtypeStruct(shape, "int32")
@@ -51,11 +59,10 @@ def test_a_step_is_followed_through_few_files(residual):
     jax.eval_shape(program.train_step, program.abstract_state, batch)
   finally:
     sys.setprofile(None)
-  root = pathlib.Path(attnres_jax.__file__).parents[1]
   names = [
     name
     for file in files
-    if (name := file.removeprefix(f"{root}/")).startswith("attnres_jax/")
+    if (name := file.removeprefix(root)).startswith("attnres_jax/")
     or "/attnres_kernels/" in name
   ]
   read = sorted(
@@ -65,3 +72,13 @@ def test_a_step_is_followed_through_few_files(residual):
   )
   assert "attnres_jax/models/trunk.py" in read
   assert len(read) <= MOST[residual], "\n".join(read)
+  assert bool(calls) == (residual == "block_attnres")
+  # This test's own frame is one more.
+  assert max(calls, default=0) <= MOST_CALLS + 1, calls
+
+
+def _stack(frame):
+  """The files of all functions that run, the innermost first."""
+  while frame:
+    yield frame.f_code.co_filename
+    frame = frame.f_back

@@ -80,12 +80,7 @@ def logits(
   model: models.Transformer, scheme: base.Residual, tokens_BT: jax.Array
 ) -> jax.Array:
   """Logits [B, T, V] of a network under another scheme, by sublayer."""
-  trace = trunk.trace(
-    model.sublayers,
-    model.config.sublayer_kinds,
-    scheme,
-    model.embedding.encode(tokens_BT),
-    None,
-    value_residual=model.config.value_residual,
+  trace = trunk.Trunk.of(model.config, scheme).trace(
+    model.sublayers, model.embedding.encode(tokens_BT)
   )
   return model.embedding.decode(model.final_norm(trace.reads[-1]))

@@ -20,7 +20,7 @@ import optax
 from attnres_jax import models
 from attnres_jax import optimizer as optimizer_lib
 from attnres_jax.analysis import edited
-from attnres_jax.models import trunk
+from attnres_jax.models import layer_stacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _gradient(model, tokens_BT):
   # Without selection biases, whose gradient is a load.
   of_sublayers = optimizer_lib.trained(gradient).sublayers
   kinds = model.config.sublayer_kinds
-  return value, trunk.layer_norms(of_sublayers, kinds), by_output
+  return value, layer_stacks.block_norms(of_sublayers, kinds), by_output
 
 
 def cross_entropy(

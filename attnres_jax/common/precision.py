@@ -18,3 +18,11 @@ def wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 def widen(x: jax.Array) -> jax.Array:
   """Casts to the dtype of sums."""
   return x.astype(wide(x.dtype))
+
+
+def scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
+  """A mixture times its factor, if it has one; the product is float32."""
+  if scale is None:
+    return h
+  x_wide = widen(h)
+  return (x_wide * scale.astype(x_wide.dtype)).astype(h.dtype)

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models import layer_stacks
-from attnres_jax.models.residuals import base
+from attnres_jax.models import segments
 from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 
@@ -81,55 +80,6 @@ Kinds = tuple[str, ...]
 RunBlock = Callable[[Kinds, Any, Bank, jax.Array | None], jax.Array]
 
 
-def find(
-  kinds: Sequence[str], residual: base.Residual, start: int
-) -> list[layer_stacks.Run]:
-  """Segments of a part of a network, as runs of blocks of which some repeat.
-
-  The kinds of a run are blocks, each the kinds of its sublayers. `start`
-  sublayers of the network are before the part.
-  """
-  labels: list[Any] = []
-  for first, end in residual.segments():
-    begin, stop = max(first, start), min(end, start + len(kinds))
-    if begin < stop:
-      is_complete = stop - begin == residual.block_size
-      block = tuple(kinds[begin - start : stop - start])
-      labels.append((block, None if is_complete else begin))
-  return [
-    layer_stacks.Run(tuple(block for block, _ in run.kinds), run.repeats)
-    for run in layer_stacks.find_runs(labels)
-  ]
-
-
-def sublayers_of(blocks: layer_stacks.Run) -> layer_stacks.Run:
-  """A run of blocks as a run of sublayers."""
-  flat = tuple(itertools.chain.from_iterable(blocks.kinds))
-  return layer_stacks.Run(flat, blocks.repeats)
-
-
-def check(
-  kinds: Sequence[str], ends: Sequence[int], residual: base.Residual
-) -> None:
-  """Refuses networks that are no scan over blocks.
-
-  `ends` are of the parts that run separately, such as the chunks of a pipeline.
-
-  Raises:
-    ConfigError: names the reason: the scheme or an option, or that no part
-      repeats any blocks.
-  """
-  if not residual.scans_blocks:
-    reason = f"with {type(residual).__name__}, or with its reads"
-  else:
-    parts = zip((0, *ends), ends)
-    runs = [find(kinds[start:end], residual, start) for start, end in parts]
-    if any(run.repeats > 1 for run in itertools.chain(*runs)):
-      return
-    reason = "where no two blocks in a row have the same kinds of sublayers"
-  config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
-
-
 def scan(
   run_block: RunBlock, blocks: layer_stacks.Run, sublayers: Mapping[str, Any],
   reads: definition.Read, sources: Sequence[jax.Array],
@@ -149,7 +99,9 @@ def scan(
   def split(weights: Any) -> list[Any]:
     """The weights of each block of a step."""
     sublayers, reads = weights
-    layers = layer_stacks.in_order(sublayers, sublayers_of(blocks).kinds)
+    layers = layer_stacks.in_order(
+      sublayers, segments.sublayers_of(blocks).kinds
+    )
     layers = map(layer_stacks.unsliced, layers)
     sizes = [len(kinds) for kinds in blocks.kinds]
     return [

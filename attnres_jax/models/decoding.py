@@ -5,7 +5,7 @@ Sublayers run one by one: a program of a step grows with depth, and is faster
 than one with a loop over layers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import contextlib
 from typing import Any, NamedTuple
 
@@ -25,11 +25,11 @@ RESIDUAL = "residual"
 
 
 def extend(
-  sublayers: Mapping[str, Any], kinds: Sequence[str], residual: base.Residual,
-  embedding_BTD: jax.Array, caches: Mapping[str, Any], chunk: cache_lib.Chunk,
-  *, value_residual: bool, context: int | None = None,
+  run: trunk.Trunk, sublayers: Mapping[str, Any], embedding_BTD: jax.Array,
+  caches: Mapping[str, Any], chunk: cache_lib.Chunk, *,
+  context: int | None = None,
 ) -> tuple[jax.Array, dict[str, Any]]:  # fmt: skip
-  """`trunk.run`, for new tokens of rows whose earlier tokens are in caches.
+  """`Trunk.run`, for new tokens of rows whose earlier tokens are in caches.
 
   Sublayers are stacks, or lists (`layer_stacks.separated`). Caches are stacked
   like them, or `cache.Layers`, like that of a scheme that looks back.
@@ -39,6 +39,7 @@ def extend(
   Returns:
     h_out [B, T, D]; by kind, what the caches should add (`cache.append`).
   """
+  kinds = run.kinds
   cores: list[_Core] = []
 
   def layer(l: int) -> _Single:
@@ -62,12 +63,10 @@ def extend(
     history = base.History([a[0] for a in earlier], chunk.length_B)
     looking_back = history.looking_back()
   with looking_back:
-    state = trunk.run_singly(
-      kinds, residual, embedding_BTD, None, value_residual, layer,
-      written=embedding_BTD.shape[1] > 1,
-    )  # fmt: skip
+    written = embedding_BTD.shape[1] > 1
+    state = run.run_singly(embedding_BTD, None, layer, written=written)
     with scopes.part(scopes.RESIDUAL):
-      h_BTD = residual.readout(state)
+      h_BTD = run.residual.readout(state)
   added: dict[str, Any] = {
     kind: _like(
       caches[kind], [c.added for k, c in zip(kinds, cores) if k == kind]
@@ -88,14 +87,14 @@ def _like(cache: Any, trees: list[Any]) -> Any:
 
 
 class _Single(NamedTuple):
-  """A sublayer, as `apply_sublayer` sees it."""
+  """A sublayer, as `sublayer.apply` sees it."""
 
   norm: Any
   core: Any
 
 
 class _Core:
-  """A core, with its cache if it has one, as `apply_sublayer` sees it.
+  """A core, with its cache if it has one, as `sublayer.apply` sees it.
 
   It gathers tokens first.
 

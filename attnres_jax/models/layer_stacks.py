@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attnres_jax.common import scopes
 
@@ -121,6 +122,25 @@ def joined(sublayers: Any) -> Mapping[str, Any]:
     else layers
     for kind, layers in sublayers.items()
   }
+
+
+def block_norms(
+  sublayers: Mapping[str, Any], kinds: Sequence[str]
+) -> jax.Array:
+  """Euclidean norm of all leaves of each transformer block: [num_layers]."""
+
+  def square(leaf: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
+
+  # A frozen kind has no leaves.
+  squares = [
+    sum(map(square, jax.tree.leaves(s)), jnp.zeros(kinds.count(k), jnp.float32))
+    for k, s in sublayers.items()
+  ]
+  # One gather: a slice per sublayer would let the program grow with depth.
+  by_kind = [l for k in sublayers for l, kind in enumerate(kinds) if kind == k]
+  squares_L = jnp.concatenate(squares)[np.argsort(by_kind)]
+  return jnp.sqrt(jnp.sum(squares_L.reshape(-1, 2), axis=1))
 
 
 class Run(NamedTuple):

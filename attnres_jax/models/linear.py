@@ -8,7 +8,7 @@ some are kernels that differ between backends. These are called through
 `counted`, which is a plain call except during counting.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import functools
 import math
@@ -252,3 +252,16 @@ def counted(
     num_scanned=len(scanned),
   )
   return jax.tree.unflatten(tree, results)
+
+
+def pair_flops(
+  sources: Sequence[jax.Array], key_width: int, num_queries: int = 1
+) -> int:
+  """FLOPs of reads: dot products of keys and weighted sums of values.
+
+  A (query, source) pair counts as the two, and a source as one mean square,
+  however often its norm is recomputed.
+  """
+  *tokens, width = sources[0].shape
+  pairs = num_queries * len(sources) * math.prod(tokens)
+  return 2 * pairs * (width + key_width)

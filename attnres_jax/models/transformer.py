@@ -88,16 +88,8 @@ class Transformer(nnx.Module):
     self, embedding_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """`hidden` of the token vectors."""
-    h_BTD = trunk.run(
-      self.sublayers,
-      self.config.sublayer_kinds,
-      self.residual,
-      embedding_BTD,
-      segment_ids_BT,
-      value_residual=self.config.value_residual,
-      scan=self.config.scan_layers,
-      remat=self.config.remat,
-      depth_loop=self.config.depth_loop,
+    h_BTD = trunk.Trunk.of(self.config, self.residual).run(
+      self.sublayers, embedding_BTD, segment_ids_BT
     )
     with scopes.part(scopes.NORM):
       return self.final_norm(h_BTD)
@@ -163,13 +155,11 @@ class Transformer(nnx.Module):
     chunk = cache_lib.Chunk(cache.length_B, length_B)
     with sharding.scattering(tokens_BT.shape[1]):
       h_BTD, mixers = decoding.extend(
+        trunk.Trunk.of(self.config, self.residual),
         self.sublayers,
-        self.config.sublayer_kinds,
-        self.residual,
         self.embedding.encode(tokens_BT),
         cache.states,
         chunk,
-        value_residual=self.config.value_residual,
         context=context,
       )
       with scopes.part(scopes.NORM):
@@ -193,13 +183,10 @@ class Transformer(nnx.Module):
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> trunk.Trace:
     """Sublayer outputs v_0..v_L and reads h_1..h_L, h_out, for analysis."""
-    return trunk.trace(
+    return trunk.Trunk.of(self.config, self.residual).trace(
       layer_stacks.joined(self.sublayers),
-      self.config.sublayer_kinds,
-      self.residual,
       self.embedding.encode(tokens_BT),
       segment_ids_BT,
-      value_residual=self.config.value_residual,
     )
 
 

@@ -45,8 +45,8 @@ from attnres_jax import models
 from attnres_jax.common import precision
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
-from attnres_jax.models import block_scan
 from attnres_jax.models import loss as loss_lib
+from attnres_jax.models import segments
 from attnres_jax.pipeline import checks
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import placement as placement_lib
@@ -325,7 +325,7 @@ def make_pipeline(
     layout, block_size=scheme.block_size, stream=scheme.stream
   )
   if config.model.depth_loop == "scan":
-    block_scan.check(config.model.sublayer_kinds, layout.ends, scheme)
+    segments.check(config.model.sublayer_kinds, layout.ends, scheme)
   chunks = network(config, layout)
   rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
   block, partial = _state_shapes(chunks, model, rows)

@@ -137,23 +137,18 @@ class Network:
       The blocks that it computed, and the rest of the state. For the last
       chunk, states [B, T, D] after the final norm.
     """
-    residual, options = shared.residual, self.config.model
+    residual = shared.residual
     if chunk == 0:
       with scopes.part(scopes.RESIDUAL):
         state = residual.init(partial)
     else:
       state = residual.put_together(blocks, partial)
-    state = trunk.run_part(
-      sublayers,
-      self.kinds(chunk),
-      residual,
-      state,
-      microbatch.segment_ids,
-      start=self.layout.ends[chunk - 1] if chunk else 0,
-      scan=options.scan_layers,
-      remat=options.remat,
-      depth_loop=options.depth_loop,
-    )
+    start = self.layout.ends[chunk - 1] if chunk else 0
+    part = trunk.Trunk.of(
+      self.config.model, residual, kinds=self.kinds(chunk), start=start,
+      value_residual=False,
+    )  # fmt: skip
+    state = part.run_part(sublayers, state, microbatch.segment_ids)
     if chunk < self.layout.num_chunks - 1:
       after, partial = residual.take_apart(state)
       return tuple(after[len(blocks) :]), partial

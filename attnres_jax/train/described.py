@@ -18,8 +18,8 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import optimizer
 from attnres_jax.config import fields
-from attnres_jax.models import block_scan
 from attnres_jax.models import residuals
+from attnres_jax.models import segments
 from attnres_jax.models import sublayer
 from attnres_jax.optimizer import qk_clip
 
@@ -52,7 +52,7 @@ def check(config: config_lib.RunConfig) -> None:
   if model.depth_loop == "scan" and config.mesh.stage == 1:
     kinds = model.sublayer_kinds
     residual = residuals.abstract_residual(model)
-    block_scan.check(kinds, (len(kinds),), residual)
+    segments.check(kinds, (len(kinds),), residual)
 
 
 @functools.lru_cache(maxsize=256)

@@ -95,11 +95,8 @@ class Unpipelined:
 
   def _accumulated(self, model, examples):
     """Sums over microbatches."""
-    shape = self.config.model
     separate = jax.tree.map(lambda a: a, model)
-    if not trunk.repeats(
-      shape.sublayer_kinds, model.residual, shape.scan_layers, shape.depth_loop
-    ):
+    if not trunk.Trunk.of(self.config.model, model.residual).repeats:
       with scopes.part(scopes.ACCUMULATION):
         separate.sublayers = layer_stacks.separated(model.sublayers)
 

@@ -21,9 +21,9 @@ from attnres_jax import optimizer as optimizer_lib
 from attnres_jax.common import compiler
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
+from attnres_jax.models import layer_stacks
 from attnres_jax.models import loss as loss_lib
 from attnres_jax.models import moe
-from attnres_jax.models import trunk
 from attnres_jax.optimizer import groups
 from attnres_jax.optimizer import qk_clip
 from attnres_jax.pipeline import spmd
@@ -202,7 +202,7 @@ class Program:
         tokens=tokens,
         finite=finite,
         skipped=skipped,
-        grad_norm_L=trunk.layer_norms(
+        grad_norm_L=layer_stacks.block_norms(
           trained.sublayers, config.model.sublayer_kinds
         ),
         **_load_metrics(gradient.sublayers),

@@ -25,11 +25,8 @@ from tests.models import trunks
 def _value(layers, module, embedding, *, remat, depth_loop, kinds=None):
   kinds = kinds or [trunks.KINDS[l % 2] for l in range(module.num_sublayers)]
   return trunks.score(
-    trunk.run(
-      layers, kinds, module, embedding, None,
-      scan=True, remat=remat, depth_loop=depth_loop,
-    )
-  )  # fmt: skip
+    trunk.Trunk(kinds, module, True, remat, depth_loop).run(layers, embedding)
+  )
 
 
 @pytest.mark.usefixtures("float64")
@@ -207,10 +204,10 @@ def test_what_is_saved():
   )
 
   def network(layers, residual, embedding):
-    return trunk.run(
-      layers, model.config.sublayer_kinds, residual, embedding, None,
-      scan=True, remat="full", depth_loop="scan",
-    )  # fmt: skip
+    kinds = model.config.sublayer_kinds
+    return trunk.Trunk(kinds, residual, True, "full", "scan").run(
+      layers, embedding
+    )
 
   embedding = jax.ShapeDtypeStruct((1, 64, 32), jnp.float32)
   saved = jaxprs.saved(network, model.sublayers, model.residual, embedding)

@@ -24,15 +24,8 @@ def _saved(remat, dtype="float32", scan=True, **residual):
   embedding = jax.ShapeDtypeStruct((1, TOKENS, WIDTH), dtype)
 
   def network(layers, residual, embedding):
-    return trunk.run(
-      layers,
-      model.config.sublayer_kinds,
-      residual,
-      embedding,
-      None,
-      scan=scan,
-      remat=remat,
-    )
+    kinds = model.config.sublayer_kinds
+    return trunk.Trunk(kinds, residual, scan, remat).run(layers, embedding)
 
   saved = jaxprs.saved(network, model.sublayers, model.residual, embedding)
   return saved, len(model.residual.segments())

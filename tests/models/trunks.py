@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Toy trunks in float64, and the paper's equations to compare them with.
 
-One side runs `trunk.run` with a scheme of the library. The other runs the same
+One side runs `Trunk.run` with a scheme of the library. The other runs the same
 sublayers by the definitions below, which are written from the paper
 (arXiv:2603.15031, Eq. 1-6) in NumPy, which compiles nothing, and share no code
 with it. Every function here must run under `jax.enable_x64(True)`.
@@ -146,9 +146,7 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
 @functools.partial(jax.jit, static_argnames=("scan", "remat"))
 def run(layers, module, embedding, *, scan=True, remat="none"):
   kinds = tuple(KINDS[l % 2] for l in range(module.num_sublayers))
-  return trunk.run(
-    layers, kinds, module, embedding, None, scan=scan, remat=remat
-  )
+  return trunk.Trunk(kinds, module, scan, remat).run(layers, embedding)
 
 
 def parameters(module):

@@ -12,9 +12,8 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
-from attnres_jax.models import trunk
+from attnres_jax.models import segments
 from attnres_jax.models.mixers import probe
-from attnres_jax.models.mixers import rope
 from attnres_jax.optimizer import qk_clip
 from tests import jaxprs
 from tests import tiny_network
@@ -87,7 +86,7 @@ def test_biases_and_probes():
     layer = jax.tree.map(lambda a, l=l: a[l], network.sublayers["attention"])
     query_BTNH, key_BTKH, _ = layer.core.project(layer.norm(trace.reads[2 * l]))
     turned = (
-      rope.apply_rope(a, config.rope_theta) for a in (query_BTNH, key_BTKH)
+      attention.apply_rope(a, config.rope_theta) for a in (query_BTNH, key_BTKH)
     )
     np.testing.assert_allclose(
       peaks_N, probe.largest_logits(*turned, None), rtol=1e-4
@@ -129,7 +128,7 @@ def test_the_first_mixer_is_apart_in_a_scan():
   assert loops.count(3) == 1 and 4 not in loops
   saved = jaxprs.saved(lambda m: m.hidden(TOKENS), _with(remat="full"))
   assert sum(a.shape == (*TOKENS.shape, 2, 2) for a in saved) == 1
-  (segment,) = trunk._plan(
+  (segment,) = segments.plan(
     CONFIG.sublayer_kinds, _network().residual, 0, True, apart={0}
   )
   assert [(run.kinds, run.repeats) for run in segment.runs] == [

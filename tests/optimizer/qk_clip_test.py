@@ -84,7 +84,7 @@ class TestMixer:
   def _heads(self, core, x_BTD):
     query, key, _ = core.project(x_BTD)
     if isinstance(core, mixers.Attention):
-      rope = mixers.rope.apply_rope
+      rope = mixers.attention.apply_rope
       query, key = (rope(a, core.rope_theta) for a in (query, key))
     return query, key
 

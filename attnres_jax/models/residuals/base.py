@@ -324,6 +324,14 @@ def before_norm(residual: Residual, carry: Any, slot: Any) -> jax.Array | QKV:
   return residual.read(carry, slot, norm_lib.Identity())[0]
 
 
+def each(read: Any, function: Callable[[Any], jax.Array]) -> jax.Array | QKV:
+  """Applies `function` to the read, and to the value read if there is one."""
+  h_BTD = function(read)
+  if read.value is None:
+    return h_BTD
+  return QKV(h_BTD, h_BTD, function(read.value))
+
+
 def query_input(h: jax.Array | QKV) -> jax.Array:
   """The read of a sublayer [B, T, D]; the query's if there are several."""
   return h.query if isinstance(h, QKV) else h

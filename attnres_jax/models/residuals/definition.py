@@ -17,10 +17,9 @@ competes like any other (arXiv:2605.17887, whose abstract alone was read).
 another weighting, with `model.residual.form=one_softmax`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 import operator
 from typing import Any, NamedTuple
 
@@ -80,10 +79,7 @@ class OneSoftmax:
     """The mixture of one read; a single source is returned as is."""
     if len(sources) == 1 and self.options.sums_to_one:
       return sources[0]
-    return self._attend(read, sources)
-
-  def _attend(self, read: Read, sources: tuple) -> jax.Array | base.QKV:
-    return each(read, lambda part: self._mixture(part, sources))
+    return base.each(read, lambda part: self._mixture(part, sources))
 
   def _mixture(self, read: Read, sources: tuple[jax.Array, ...]) -> jax.Array:
     # Autodiff would keep every weighted source.
@@ -92,50 +88,19 @@ class OneSoftmax:
       weights_MBTH = weights(self.options, read, sources, self.eps)
       weights_MBTH = base.coefficient(weights_MBTH)
       mixture_BTD = mix(self.options, weights_MBTH, read, sources)
-      return scaled(mixture_BTD, read.scale).astype(self.dtype)
+      return precision.scaled(mixture_BTD, read.scale).astype(self.dtype)
 
     visible = seen(self.options, sources)
     keys = () if self.options.query == "static" else visible
     width = sources[0].shape[-1]
     key_width = (self.options.rank or width) if keys else 0
-    flops = pair_flops(visible, key_width)
+    flops = linear.pair_flops(visible, key_width)
     if self.options.query == "input":
       flops += 2 * sources[0].size * key_width
     return linear.counted(
       mixture, read, *sources, flops=flops,
       scanned=keys if self.options.key_norm else (), outs=sources[0],
     )  # fmt: skip
-
-
-def each(
-  read: Any, function: Callable[[Any], jax.Array]
-) -> jax.Array | base.QKV:
-  """Applies `function` to the read, and to the value read if there is one."""
-  h_BTD = function(read)
-  if read.value is None:
-    return h_BTD
-  return base.QKV(h_BTD, h_BTD, function(read.value))
-
-
-def scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
-  """A mixture times its factor, if it has one; the product is float32."""
-  if scale is None:
-    return h
-  wide = precision.widen(h)
-  return (wide * scale.astype(wide.dtype)).astype(h.dtype)
-
-
-def pair_flops(
-  sources: Sequence[jax.Array], key_width: int, num_queries: int = 1
-) -> int:
-  """FLOPs of reads: dot products of keys and weighted sums of values.
-
-  A (query, source) pair counts as the two, and a source as one mean square,
-  however often its norm is recomputed.
-  """
-  *tokens, width = sources[0].shape
-  pairs = num_queries * len(sources) * math.prod(tokens)
-  return 2 * pairs * (width + key_width)
 
 
 def weigh(

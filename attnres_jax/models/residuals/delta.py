@@ -283,7 +283,7 @@ class DeltaBlock(Stream):
     self, reads: definition.Read, sources: tuple[jax.Array, ...]
   ) -> jax.Array | base.QKV:
     _, slots = self.reader.open(reads, sources)
-    return definition.each(slots, lambda slot: slot.out_BTD)
+    return base.each(slots, lambda slot: slot.out_BTD)
 
   def _seen_first(
     self, blocks: tuple[jax.Array, ...], start: int

@@ -244,12 +244,14 @@ class TwoPhases(definition.OneSoftmax):
     """Phase 2."""
     if not opened:
       norm_of = normed if self.norm_apart else base.normed
-      return norm_of(definition.each(slot, mixture_of), norm)
+      return norm_of(base.each(slot, mixture_of), norm)
     return self._merge(slot, opened, norm)
 
-  def _attend(self, read, sources):
+  def attend(self, read, sources):
+    if len(sources) == 1 and self.options.sums_to_one:
+      return sources[0]
     _, slots = self.open(jax.tree.map(lambda a: a[None], read), sources)
-    return definition.each(layer_stacks.single(slots), mixture_of)
+    return base.each(layer_stacks.single(slots), mixture_of)
 
   def _mixtures(
     self, query_QD: jax.Array, sources: Any
@@ -290,7 +292,7 @@ class TwoPhases(definition.OneSoftmax):
     if len(opened) > 1 and not (
       ours and attnres_kernels.merges_several(*arrays, rank=self._rank)
     ):
-      joined = definition.each(slot, lambda part: self._joined(part, opened))
+      joined = base.each(slot, lambda part: self._joined(part, opened))
       return base.normed(joined, norm)
 
     def merged(part: Slot) -> jax.Array:
@@ -303,10 +305,10 @@ class TwoPhases(definition.OneSoftmax):
       # The factor is one more number per read, which no kernel has: without
       # it, eps of the norm would have to be divided by its square.
       h_BTD = merge(norm_lib.Identity())
-      wide_BTD = definition.scaled(precision.widen(h_BTD), part.scale)
+      wide_BTD = precision.scaled(precision.widen(h_BTD), part.scale)
       return norm(wide_BTD).astype(h_BTD.dtype)
 
-    return definition.each(slot, merged)
+    return base.each(slot, merged)
 
   def _joined(self, slot: Slot, opened: tuple[jax.Array, ...]) -> jax.Array:
     """The mixture with several sources, which are mixed by themselves first."""
@@ -314,7 +316,7 @@ class TwoPhases(definition.OneSoftmax):
     merged_BTD, _ = attnres_kernels.combine_mixtures(
       slot.out_BTD, slot.lse_BT, out_QBTD[0], lse_QBT[0]
     )
-    return definition.scaled(merged_BTD, slot.scale)
+    return precision.scaled(merged_BTD, slot.scale)
 
   @property
   def _heads(self) -> int | None:
@@ -360,7 +362,7 @@ def checked(
 
 def mixture_of(slot: Slot) -> jax.Array:
   """What is read if there is no open source."""
-  return definition.scaled(slot.out_BTD, slot.scale)
+  return precision.scaled(slot.out_BTD, slot.scale)
 
 
 def normed(h: jax.Array | base.QKV, norm: base.Norm) -> jax.Array | base.QKV:
@@ -398,7 +400,7 @@ def depth_attention(
   lse_QBT = jax.ShapeDtypeStruct((*out_QBTD.shape[:-1], *axis_H), jnp.float32)
   return linear.counted(
     split, query_QD, sources,
-    flops=definition.pair_flops(sources, query_QD.shape[-1], num_queries),
+    flops=linear.pair_flops(sources, query_QD.shape[-1], num_queries),
     scanned=sources, outs=(out_QBTD, lse_QBT),
   )  # fmt: skip
 
@@ -426,7 +428,7 @@ def depth_merge(
   split = sharding.by_shards(merge, in_specs[: len(arrays)], tokens)
   h_BTD = linear.counted(
     split, *arrays,
-    flops=definition.pair_flops(sources, slot.query_D.size),
+    flops=linear.pair_flops(sources, slot.query_D.size),
     scanned=sources, outs=slot.out_BTD,
   )  # fmt: skip
   return h_BTD if fused else base.normed(h_BTD, norm)

@@ -9,7 +9,6 @@ each scheme is tested in the file of its family.
 """
 
 import dataclasses
-import functools
 import pathlib
 
 import jax
@@ -61,13 +60,11 @@ def _scheme(name):
 
 
 def _scanned(kinds, layers, scheme, embedding):
-  return trunk.run(
-    layers, kinds, scheme, embedding, None, scan=True, remat="none"
-  )
+  return trunk.Trunk(kinds, scheme).run(layers, embedding)
 
 
 def _in_parts(kinds, layers, scheme, embedding):
-  cut, options = len(kinds) // 2, dict(scan=False, remat="full")
+  cut = len(kinds) // 2
   # One sublayer of each kind in either part.
   layers = {
     kind: dataclasses.replace(layer, foreign=True)
@@ -77,10 +74,13 @@ def _in_parts(kinds, layers, scheme, embedding):
     jax.tree.map(lambda a, i=i: a[i : i + 1], layers) for i in (0, 1)
   )
   state = scheme.init(embedding)
-  run = functools.partial(trunk.run_part, **options)
-  state = run(first, kinds[:cut], scheme, state, None)
+  before, after = (
+    trunk.Trunk(kinds[part], scheme, False, "full", start=part.start or 0)
+    for part in (slice(cut), slice(cut, None))
+  )
+  state = before.run_part(first, state, None)
   state = scheme.put_together(*scheme.take_apart(state))
-  state = run(second, kinds[cut:], scheme, state, None, start=cut)
+  state = after.run_part(second, state, None)
   return scheme.readout(state)
 
 
