@@ -6,7 +6,7 @@ are rows of one array [M, B, T, D], of which a block reads as many as there are,
 a number known at run time only. A step of the scan runs as many blocks as it
 takes for kinds of sublayers to repeat.
 
-Autodiff of such a scan would save all rows once per block. So this module
+Autodiff of such a scan would save all rows once per block. So `append_rows`
 defines the gradient. Rows are written once, and so the last array serves the
 whole backward pass. Each block is differentiated by `jax.vjp`. The arrays that
 it saves are stacked over the steps, except for the block's arguments (its
@@ -74,6 +74,114 @@ class RowsOfScan(depth_read.TwoPhases):
     return jnp.stack(outs), jnp.stack(lses)
 
 
+# Makes a row of its weights, the rows before it, and constants.
+Function = Callable[[Any, Bank, Any], jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def append_rows(
+  functions: Sequence[Function], split: Callable[[Any], Sequence[Any]],
+  weights: Any, sources: Sequence[jax.Array], constants: Any,
+) -> jax.Array:  # fmt: skip
+  """Appends rows to sources, each of which may depend on all before it:
+
+    rows = sources
+    for step_weights in weights:
+      for function, its_weights in zip(functions, split(step_weights)):
+        rows = append(rows, function(its_weights, rows, constants))
+
+  as one scan, whose steps do not grow. Its gradient saves each row once, and
+  what `jax.vjp` saves of each function besides its arguments.
+
+  Args:
+    functions: of a step; they use no parameters but their arguments. The rows
+      are a `Bank`, of which the last are zeros until they are known.
+    split: gives each function its part of a step's weights.
+    weights: a tree whose leaves have a leading axis over the steps.
+    sources: the first rows, in separate arrays.
+    constants: a tree of arrays that have no gradient.
+
+  Returns:
+    All rows, [sources + steps * functions, ...].
+  """
+  return _forward(functions, split, weights, sources, constants)[0]
+
+
+def _forward(functions, split, weights, sources, constants):
+  first, steps = len(sources), len(jax.tree.leaves(weights)[0])
+  shape = steps * len(functions), *sources[0].shape
+  more = jnp.zeros_like(sources[0], shape=shape)
+
+  def step(rows, xs):
+    number, weights = xs
+    saved = []
+    for i, (function, part) in enumerate(zip(functions, split(weights))):
+      count = first + number * len(functions) + i
+      make = lambda part, rows, f=function, n=count: f(
+        part, Bank(rows, n), constants
+      )
+      row, pull = jax.vjp(make, part, rows)
+      saved.append(_without(pull, (part, rows, count, constants)))
+      rows = jax.lax.dynamic_update_index_in_dim(rows, row, count, 0)
+    return rows, saved
+
+  rows = jnp.concatenate([jnp.stack(sources), more])
+  numbers = jnp.arange(steps)
+  rows, saved = jax.lax.scan(step, rows, (numbers, weights))
+  return rows, (weights, rows, constants, saved, numbers)
+
+
+def _backward(functions, split, residuals, drows):
+  weights, rows, constants, saved, numbers = residuals
+  first = len(rows) - len(numbers) * len(functions)
+
+  def step(drows, xs):
+    number, weights, saved = xs
+    parts, pull_weights = jax.vjp(split, weights)
+    gradients = []
+    for i in reversed(range(len(functions))):
+      count = first + number * len(functions) + i
+      pull = _with(saved[i], (parts[i], rows, count, constants))
+      drow = jax.lax.dynamic_index_in_dim(drows, count, keepdims=False)
+      dpart, more = pull(drow)
+      gradients.append(dpart)
+      drows += more
+    return drows, *pull_weights(gradients[::-1])
+
+  xs = numbers, weights, saved
+  drows, dweights = jax.lax.scan(step, drows, xs, reverse=True)
+  return dweights, tuple(layer_stacks.unstack(drows[:first], first)), None
+
+
+append_rows.defvjp(_forward, _backward)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+  """Stands for an argument in what a function saved: the number of its leaf."""
+
+  number: int
+
+
+def _without(pull: Any, arguments: Any) -> Any:
+  """A pullback without the arrays that are among the arguments."""
+  numbers = {id(a): i for i, a in enumerate(jax.tree.leaves(arguments))}
+  return jax.tree.map(
+    lambda a: _Argument(numbers[id(a)]) if id(a) in numbers else a, pull
+  )
+
+
+def _with(saved: Any, arguments: Any) -> Any:
+  """The inverse of `_without`, given the same arguments once more."""
+  leaves = jax.tree.leaves(arguments)
+  is_argument = lambda a: isinstance(a, _Argument)
+  return jax.tree.map(
+    lambda a: leaves[a.number] if is_argument(a) else a, saved,
+    is_leaf=is_argument,
+  )  # fmt: skip
+
+
 Kinds = tuple[str, ...]
 # Runs one block: maps its kinds, its sublayers and reads, the sources and the
 # documents to the block representation.
@@ -88,98 +196,25 @@ def scan(
   """Runs blocks: maps the sources before them to those after them.
 
   `run_block` must not use parameters other than its arguments. Blocks are as
-  from `find`; sublayers have one stack per kind, in the order of depth.
+  from `segments.blocks_of`; sublayers have one stack per kind, in the order of
+  depth.
   """
-  first, num_blocks = len(sources), len(blocks.kinds)
-  steps = jnp.arange(blocks.repeats)
-  # For each block of a step, how to call its backward pass: the structure of
-  # what it saves, and which of these arrays are given.
-  backwards: dict[int, tuple[Any, list[int | None]]] = {}
+  sizes = [len(kinds) for kinds in blocks.kinds]
 
   def split(weights: Any) -> list[Any]:
     """The weights of each block of a step."""
     sublayers, reads = weights
-    layers = layer_stacks.in_order(
-      sublayers, segments.sublayers_of(blocks).kinds
-    )
+    kinds = segments.sublayers_of(blocks).kinds
+    layers = layer_stacks.in_order(sublayers, kinds)
     layers = map(layer_stacks.unsliced, layers)
-    sizes = [len(kinds) for kinds in blocks.kinds]
     return [
       (list(itertools.islice(layers, size)), reads)
       for size, reads in zip(sizes, layer_stacks.split(reads, sizes))
     ]
 
-  def count(step: jax.Array, block: int) -> jax.Array:
-    return first + step * num_blocks + block
-
-  @jax.custom_vjp
-  def run(weights: Any, sources: Any, segment_ids_BT: Any) -> jax.Array:
-    return forward(weights, sources, segment_ids_BT)[0]
-
-  def forward(weights: Any, sources: Any, segment_ids_BT: Any) -> Any:
-    more = jnp.zeros_like(sources[0], shape=(
-      blocks.repeats * num_blocks, *sources[0].shape
-    ))  # fmt: skip
-
-    def step(rows_MBTD: jax.Array, xs: Any) -> Any:
-      saved = []
-      for i, weights in enumerate(split(xs[1])):
-        given = weights, rows_MBTD, count(xs[0], i), segment_ids_BT
-
-        def block(weights: Any, rows: Any, given=given, i=i) -> jax.Array:
-          bank = Bank(rows, given[2])
-          return run_block(blocks.kinds[i], weights, bank, given[3])
-
-        block_BTD, pull = jax.vjp(block, *given[:2])
-        leaves, structure = jax.tree.flatten(pull)
-        places = _places(leaves, jax.tree.leaves(given))
-        backwards[i] = structure, places
-        saved.append([a for a, at in zip(leaves, places) if at is None])
-        rows_MBTD = jax.lax.dynamic_update_index_in_dim(
-          rows_MBTD, block_BTD, given[2], 0
-        )
-      return rows_MBTD, saved
-
-    rows_MBTD = jnp.concatenate([jnp.stack(sources), more])
-    rows_MBTD, saved = jax.lax.scan(step, rows_MBTD, (steps, weights))
-    return rows_MBTD, (weights, rows_MBTD, segment_ids_BT, saved)
-
-  def backward(residuals: Any, drows_MBTD: jax.Array) -> Any:
-    weights, rows_MBTD, segment_ids_BT, saved = residuals
-
-    def step(drows_MBTD: jax.Array, xs: Any) -> Any:
-      gradients = []
-      given_weights, pull_weights = jax.vjp(split, xs[1])
-      for i in reversed(range(num_blocks)):
-        row = count(xs[0], i)
-        given = given_weights[i], rows_MBTD, row, segment_ids_BT
-        given, remaining = jax.tree.leaves(given), iter(xs[2][i])
-        structure, places = backwards[i]
-        leaves = [next(remaining) if at is None else given[at] for at in places]
-        dblock_BTD = jax.lax.dynamic_index_in_dim(
-          drows_MBTD, row, keepdims=False
-        )
-        pull = jax.tree.unflatten(structure, leaves)
-        dweights, more_MBTD = pull(dblock_BTD)
-        gradients.append(dweights)
-        drows_MBTD += more_MBTD
-      return drows_MBTD, *pull_weights(gradients[::-1])
-
-    drows_MBTD, dweights = jax.lax.scan(
-      step, drows_MBTD, (steps, weights, saved), reverse=True
-    )
-    dsources = layer_stacks.unstack(drows_MBTD[:first], first)
-    return dweights, tuple(dsources), None
-
-  run.defvjp(forward, backward)
   weights = layer_stacks.fold((dict(sublayers), reads), blocks.repeats)
-  rows_MBTD = run(weights, tuple(sources), segment_ids_BT)
+  functions = [functools.partial(run_block, kinds) for kinds in blocks.kinds]
+  rows_MBTD = append_rows(
+    functions, split, weights, tuple(sources), segment_ids_BT
+  )
   return tuple(layer_stacks.unstack(rows_MBTD, len(rows_MBTD)))
-
-
-def _places(leaves: Sequence[Any], given: Sequence[Any]) -> list[int | None]:
-  """For each leaf, which of the given arrays it is."""
-  return [
-    next((i for i, candidate in enumerate(given) if candidate is leaf), None)
-    for leaf in leaves
-  ]

@@ -97,7 +97,7 @@ def unstacked(stack: Any) -> tuple[Any, ...]:
 
 
 def separated(sublayers: Mapping[str, Any]) -> Any:
-  """Sublayers that `trunk.run` and `decoding.extend` take, in separate arrays.
+  """Sublayers that `Trunk.run` and `decoding.extend` take, in separate arrays.
 
   Compilers for CPUs copy slices of a stack before a product reads them. Where
   gradients accumulate, each layer's is added as soon as it is there, rather

@@ -83,12 +83,12 @@ def _report(options: argparse.Namespace) -> int:
   config = command_line.load_config(options.config)
   import jax
 
-  from attnres_jax.plan import report
+  from attnres_jax.plan import text as text_lib
 
   # The program is compiled for the topology; nothing runs.
   jax.config.update("jax_platforms", "cpu")
   plan = _make_report(config, options)
-  print(report.to_text(plan))
+  print(text_lib.to_text(plan))
   if options.json:
     text = json.dumps(plan, indent=2)
     files.write_output("--json", options.json, text + "\n", _MARKS)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import dataclasses
 
 from attnres_jax.common import scopes
+from attnres_jax.plan import collectives
 from attnres_jax.plan import hlo
 
 # Of an instruction: its computation, and its name in there.
@@ -60,7 +61,7 @@ def costs(program: hlo.Program) -> dict[str, Cost]:
         part(instruction.place).kernels += count
   for count, instruction, nbytes in program.instructions():
     part(instruction.place).moved_bytes += count * nbytes
-  for op in program.collectives():
+  for op in collectives.of_program(program):
     cost = part(op.place)
     cost.sent_bytes += op.count * op.sent_bytes
     cost.overlapped_bytes += op.count * op.sent_bytes * op.overlapped

@@ -24,6 +24,7 @@ from typing import Any
 
 from attnres_jax.common import chips
 from attnres_jax.common import gpus
+from attnres_jax.plan import collectives
 from attnres_jax.plan import gpu_products
 from attnres_jax.plan import hlo
 
@@ -65,7 +66,7 @@ def of_program(
   target = gpus.of_kind(device_kind)
   launches = seconds = 0.0
   for count, instruction, nbytes in program.instructions():
-    if instruction.op.removesuffix("-start") in hlo.COLLECTIVES:
+    if instruction.op.removesuffix("-start") in collectives.COLLECTIVES:
       continue
     products = sum(
       _product_seconds(program, inner, chip, target)
@@ -74,7 +75,7 @@ def of_program(
     launches += count
     seconds += count * max(nbytes / chip.hbm_bytes_per_second, products)
   links = exposed = 0.0
-  for op in program.collectives():
+  for op in collectives.of_program(program):
     across = len({place // gpus.PER_HOST for place in op.group}) > 1
     rate = _NETWORK_BYTES_PER_SECOND if across else chip.link_bytes_per_second
     transfer = op.count * (op.sent_bytes / rate + START_SECONDS)

@@ -20,9 +20,7 @@ along the schedule, on the links there are.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import dataclasses
 import math
-import re
 import time
 from typing import Any
 
@@ -34,24 +32,12 @@ from attnres_jax.common import chips
 from attnres_jax.common import compiler
 from attnres_jax.common import gpus
 from attnres_jax.common import sharding
-from attnres_jax.common import text_table
 from attnres_jax.common import topology
 from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
-from attnres_jax.pipeline import spmd
-from attnres_jax.plan import attribution
-from attnres_jax.plan import bill
-from attnres_jax.plan import gpu
-from attnres_jax.plan import hlo
-from attnres_jax.plan import least
-from attnres_jax.plan import lockstep
+from attnres_jax.plan import cost
 from attnres_jax.plan import schedule
-from attnres_jax.plan import timeline
 from attnres_jax.train import train_state
-
-_GIB = 2**30
-# How many of the largest arrays, and of the largest movers, a report lists.
-_NUM_LARGEST = 8
 
 
 def _trace_train(program):
@@ -123,7 +109,7 @@ def make_report(
     report["unread"] = str(error).strip().splitlines()[0]
     report["largest"] = _largest_traced(staged.jaxpr)
     return report
-  return report | _times(report, text, program)
+  return report | _cost(report, text, program)
 
 
 def make_schedule_report(
@@ -160,7 +146,7 @@ def make_schedule_report(
     headroom_bytes=chip.hbm_bytes - compiled.peak_bytes,
     compile_seconds=compiled.seconds,
   )
-  return report | _times(report, compiled.text, program)
+  return report | _cost(report, compiled.text, program)
 
 
 def _of_shapes(
@@ -192,235 +178,15 @@ def _of_shapes(
   return report
 
 
-def _times(
-  report: Mapping[str, Any], text: str, step: train_state.Program
+def _cost(
+  report: Mapping[str, Any], text: str, program: train_state.Program
 ) -> dict[str, Any]:
-  """What a program computes, moves and sends, and what binds it."""
-  device = step.mesh.devices.flat[0]
-  chip = topology.chip(device)
-  trains = report["step"] == "train"
-  needs = least.of_parts(step) if trains else {}
-  program = hlo.Program(text)
-  times = _work(program, chip, step.mesh, needs)
-  analytic = report["analytic_flops"]
-  times["flops_ratio"] = times["charged_flops"] / (
-    times["least_flops"] or analytic
-  )
-  larger = max(times["charged_flops"], analytic)
-  times["compute_seconds"] = larger / chip.peak_flops_per_second
-  bounds = ("compute_seconds", "memory_seconds", "link_seconds")
-  bound = max(bounds, key=lambda name: times[name])
-  times["bound"] = bound.removesuffix("_seconds")
-  published = times["traffic_bytes"] / chip.published_hbm_bytes_per_second
-  times["least_seconds"] = max(
-    times["compute_seconds"], published, times["link_seconds"]
-  )
-  fused = step.config.pipeline.schedule == "fused"
-  if trains and isinstance(step.network, spmd.Pipeline) and fused:
-    times["lockstep"] = dataclasses.asdict(
-      lockstep.of_program(
-        program, step.config, step.network.schedule, chip, step.mesh.size
-      )
-    )
-  if _is_gpu(step.mesh):
-    times |= gpu.of_program(program, chip, device.device_kind)
-    times["step_seconds"] = gpu.step_seconds(times)
-  else:
-    times["step_seconds"] = step_seconds(times, chip)
-    if "lockstep" not in times:  # Which knows how long ranks wait.
-      walked = timeline.of_program(text, step.mesh, chip, needs)
-      times["timeline"] = dataclasses.asdict(walked)
-  return times
-
-
-def step_seconds(report: Mapping[str, Any], chip: chips.Chip) -> float:
-  """The estimate of the module docstring, in seconds."""
-  work = max(report["compute_seconds"], report["memory_seconds"])
-  if "lockstep" in report:
-    work = report["lockstep"]["seconds"]
-  exposed = report["exposed_bytes"] / chip.link_bytes_per_second
-  return max(work + exposed, report["link_seconds"])
+  trains, analytic = report["step"] == "train", report["analytic_flops"]
+  return cost.of_program(text, program, trains, analytic).fields()
 
 
 def _is_gpu(mesh: jax.sharding.Mesh) -> bool:
   return mesh.devices.flat[0].platform == "gpu"
-
-
-def to_text(report: Mapping[str, Any]) -> str:
-  """The report as text."""
-  mesh = " x ".join(f"{n} {axis}" for axis, n in report["mesh"].items())
-  rows = f"{report['batch_size']} rows of {report['sequence_length']} tokens"
-  if report["step"] == "train":
-    rows += (
-      f" in {report['microbatches']} microbatches, remat {report['remat']}"
-    )
-  else:
-    rows += ", one more token for each row, whose cache is full"
-  lines = [
-    f"{report['name']} ({report['residual']}), {report['step']} step on"
-    f" {report['devices']} {report['device_kind']} devices: {mesh}",
-    rows,
-    "",
-    text_table.table(("memory per device", "GiB"), _memory_rows(report)),
-  ]
-  refused, unread = "reason" in report, "unread" in report
-  if refused or unread:
-    if refused:
-      lines += ["", "does not fit:", _oom(report["reason"])]
-    else:
-      lines += ["", f"jaxlib cannot read the program: {report['unread']}"]
-      lines += [] if report["fits"] else ["", "does not fit"]
-    lines += ["", "before anything is split over devices or fused:"]
-    return "\n".join([*lines, _largest(report)])
-  lines += [
-    "",
-    text_table.table(
-      ("per device and step", "amount", "seconds at peak"),
-      _total_rows(report),
-    ),
-    f"a step takes {report['step_seconds']:.3f} s by estimate, bound by"
-    f" {report['bound']}, and at least {report['least_seconds']:.3f} s",
-    *_timeline(report),
-    *_lockstep(report),
-    *_warning(report),
-    "",
-    bill.to_text(report["parts"]),
-    "* with kernels, whose FLOPs the compiler does not count",
-    "",
-    text_table.table(
-      ("collective", "axes", "where", "times", "MB sent", "MB overlapped"),
-      [
-        (
-          row["kind"], row["axes"], "in loop" if row["in_loop"] else "once",
-          f"{row['count']:.0f}", f"{row['sent_bytes'] / 1e6:,.1f}",
-          f"{row['overlapped_bytes'] / 1e6:,.1f}",
-        )
-        for row in report["collectives"]
-      ],
-    ),
-    "",
-    _largest(report),
-    "",
-    text_table.table(
-      ("moves most", "GB of HBM", "runs", "makes", "computed by"),
-      [
-        (
-          f"{row['bytes'] / report['traffic_bytes']:.1%}",
-          f"{row['bytes'] / 1e9:,.1f}", f"{row['runs']:,.0f}", row["array"],
-          row["source"],
-        )
-        for row in report["busiest"]
-      ],
-    ),
-    "",
-    *([] if report["fits"] else ["does not fit", ""]),
-    _compile_time(report),
-  ]  # fmt: skip
-  return "\n".join(lines)
-
-
-def _compile_time(report):
-  compiled = f"{report['compile_seconds']:.0f} s"
-  if "lower_seconds" not in report:
-    return (
-      f"compiled up to its schedule in {compiled}; the peak is that of its"
-      " arrays, without machine code"
-    )
-  return f"lowered in {report['lower_seconds']:.0f} s, compiled in {compiled}"
-
-
-def _total_rows(report):
-  rows = [
-    ("FLOPs of the model", "analytic_flops", ""),
-    ("FLOPs, least", "least_flops", ""),
-    ("FLOPs, compiled", "charged_flops", "compute_seconds"),
-    ("bytes of HBM, least", "least_bytes", ""),
-    ("bytes of HBM, compiled", "traffic_bytes", "memory_seconds"),
-    ("bytes sent", "sent_bytes", "link_seconds"),
-    ("of these, beside no work", "exposed_bytes", "exposed_seconds"),
-    ("bytes between slices", "bytes_between_slices", ""),
-  ]
-  share = report["exposed_bytes"] / (report["sent_bytes"] or 1.0)
-  report = {"exposed_seconds": share * report["link_seconds"]} | dict(report)
-  if "launches" in report:
-    rows.insert(3, ("launches", "launches", "launch_seconds"))
-  report.setdefault("bytes_between_slices", 0.0)
-  return [
-    (label, f"{report[name]:.3e}", f"{report[time]:.3f}" if time else "")
-    for label, name, time in rows
-    if report[name] or time
-  ]
-
-
-def _warning(report: Mapping[str, Any]) -> list[str]:
-  ratio = report["flops_ratio"]
-  if ratio <= bill.WARN:
-    return []
-  return [f"warning: it computes {ratio:.2f} times the FLOPs that it needs"]
-
-
-def _timeline(report: Mapping[str, Any]) -> list[str]:
-  walked = report.get("timeline")
-  if walked is None:
-    return []
-  seconds = lambda sums: ", ".join(
-    f"{name or 'all'} {value:.3f}"
-    for name, value in sorted(sums.items(), key=lambda pair: -pair[1])
-    if value >= 0.0005
-  )
-  longer = max(report["compute_seconds"], report["memory_seconds"])
-  before = [longer, *walked["up_to"].values()]
-  added = ", ".join(
-    f"{cause} {new - old:+.3f}"
-    for cause, old, new in zip(walked["up_to"], before, before[1:])
-  )
-  return [
-    f"along its schedule it takes {walked['seconds']:.3f} s: {longer:.3f}, the"
-    f" longer of compute and memory; {added}",
-    f"  work {sum(walked['parts'].values()):.3f} s: "
-    + seconds(walked["parts"]),
-    f"  waits for links {sum(walked['waited_seconds'].values()):.3f} s: "
-    + (seconds(walked["waited_seconds"]) or "none"),
-  ]
-
-
-def _lockstep(report: Mapping[str, Any]) -> list[str]:
-  ranks = report.get("lockstep")
-  if ranks is None:
-    return []
-  return [
-    "compute and memory are means over ranks; as ranks wait for each other,"
-    f" work takes {ranks['seconds']:.3f} s, with a bubble of"
-    f" {ranks['bubble']:.0%}; rank {ranks['slowest_rank']} has the most work"
-  ]
-
-
-def _memory_rows(report):
-  names = {
-    "parameters": "parameter_bytes",
-    "optimiser state": "optimiser_bytes",
-    "temporaries": "temporary_bytes",
-    "  activations kept for backward": "running_state_bytes",
-    "  cached blocks": "block_bytes",
-    "peak": "peak_bytes",
-    "of": "hbm_bytes",
-    "headroom": "headroom_bytes",
-  }
-  return [
-    (label, f"{report[name] / _GIB:.2f}")
-    for label, name in names.items()
-    if name in report
-  ]
-
-
-def _largest(report: Mapping[str, Any]) -> str:
-  return text_table.table(
-    ("largest arrays", "MiB", "computed by"),
-    [
-      (row["array"], f"{row['bytes'] / 2**20:,.1f}", row["source"])
-      for row in report["largest"]
-    ],
-  )
 
 
 def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
@@ -434,7 +200,9 @@ def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
       ):
         key = variable.aval.str_short(), equation.primitive.name
         sizes[key] = math.prod(shape) * variable.aval.dtype.itemsize
-  largest = sorted(sizes, key=lambda key: (-sizes[key], key))[:_NUM_LARGEST]
+  largest = sorted(sizes, key=lambda key: (-sizes[key], key))[
+    : cost.NUM_LARGEST
+  ]
   return [
     dict(array=key[0], bytes=sizes[key], source=key[1]) for key in largest
   ]
@@ -457,14 +225,6 @@ def equations(jaxpr: Any) -> Iterator[Any]:
       yield from equations(value)
 
 
-def _oom(reason: str) -> str:
-  """The compiler's list of the largest allocations, without its preamble."""
-  at = re.search(r"Largest program allocations", reason)
-  first = reason.strip().splitlines()[0]
-  listing = reason[at.start() :].splitlines()[:40] if at else []
-  return "\n".join([first, *listing])
-
-
 def _analytic_flops(config: config_lib.RunConfig, step: str) -> float:
   rows, length = config.data.batch_size, config.data.sequence_length
   per_token = flops.flops_per_token(config.model, length)
@@ -481,54 +241,4 @@ def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:
     temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     peak_bytes=peak,
     headroom_bytes=chip.hbm_bytes - peak,
-  )
-
-
-def _work(
-  program: hlo.Program,
-  chip: chips.Chip,
-  mesh: jax.sharding.Mesh,
-  needs: Mapping[str, least.Least],
-) -> dict[str, Any]:
-  rows: dict[tuple[str, str, bool], dict[str, Any]] = {}
-  for op in program.collectives():
-    key = (op.kind, hlo.axes_of(op.group, mesh.shape), op.in_loop)
-    row = rows.setdefault(
-      key,
-      dict(
-        zip(("kind", "axes", "in_loop"), key),
-        count=0,
-        sent_bytes=0.0,
-        overlapped_bytes=0.0,
-      ),
-    )
-    sent_bytes = op.count * op.sent_bytes
-    row["count"] += op.count
-    row["sent_bytes"] += sent_bytes
-    row["overlapped_bytes"] += sent_bytes * op.overlapped
-  sent = sum(row["sent_bytes"] for row in rows.values())
-  overlapped = sum(row["overlapped_bytes"] for row in rows.values())
-  traffic = program.hbm_bytes()
-  parts = bill.make_rows(attribution.costs(program), needs, chip)
-  return dict(
-    parts=parts,
-    charged_flops=sum(row["charged_flops"] for row in parts),
-    least_flops=sum(row["least_flops"] or 0.0 for row in parts),
-    least_bytes=sum(row["least_bytes"] or 0.0 for row in parts),
-    flops=program.flops(),
-    traffic_bytes=traffic,
-    memory_seconds=traffic / chip.hbm_bytes_per_second,
-    sent_bytes=sent,
-    bytes_between_slices=program.bytes_between_slices(),
-    link_seconds=sent / chip.link_bytes_per_second,
-    exposed_bytes=sent - overlapped,
-    collectives=sorted(rows.values(), key=lambda row: -row["sent_bytes"]),
-    largest=[
-      dict(array=str(array), bytes=array.nbytes, source=source)
-      for array, source in program.largest(_NUM_LARGEST)
-    ],
-    busiest=[
-      dict(bytes=nbytes, runs=runs, array=array, source=source)
-      for nbytes, runs, array, source in program.busiest(_NUM_LARGEST)
-    ],
   )

@@ -36,6 +36,7 @@ import jax
 from attnres_jax.common import chips
 from attnres_jax.common import scopes
 from attnres_jax.plan import attribution
+from attnres_jax.plan import collectives
 from attnres_jax.plan import hlo
 from attnres_jax.plan import least as least_lib
 
@@ -165,7 +166,7 @@ class _Walk:
     starts: dict[int, list[Any]] = {}
     ends: dict[int, list[Any]] = {}
     if self._includes(LINKS):
-      for start, end, transfer in self.program.transfers(name):
+      for start, end, transfer in collectives.transfers(self.program, name):
         starts.setdefault(start, []).append(transfer)
         ends.setdefault(end, []).append(transfer)
     clock = 0.0
@@ -212,8 +213,8 @@ class _Walk:
     lengths = [self._length(name) for _, name in item.called()]
     return sum(lengths) / max(len(lengths), 1)
 
-  def _sent(self, transfer: hlo.Collective) -> tuple[str, float]:
-    axes = hlo.axes_of(transfer.group, self.mesh.shape)
+  def _sent(self, transfer: collectives.Collective) -> tuple[str, float]:
+    axes = collectives.axes_of(transfer.group, self.mesh.shape)
     rate = link_bytes_per_second(
       [self.places[i] for i in transfer.group], self.shape, self.chip
     )

@@ -37,6 +37,7 @@ from attnres_jax.models import loss as loss_lib
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import base
 from attnres_jax.plan import attribution
+from attnres_jax.plan import collectives
 from attnres_jax.plan import hlo
 from attnres_jax.plan import schedule
 import attnres_kernels
@@ -332,14 +333,14 @@ def _block_bytes(config: config_lib.ModelConfig, tokens: int) -> int:
 
 def _sent(program: hlo.Program) -> str:
   """GB of all collectives."""
-  sent = sum(op.count * op.sent_bytes for op in program.collectives())
+  sent = sum(op.count * op.sent_bytes for op in collectives.of_program(program))
   return f"{sent / 1e9:.4g}"
 
 
 def _collectives(program: hlo.Program) -> str:
   """Their number by kind, of activations."""
   counts: collections.Counter[str] = collections.Counter()
-  for op in program.collectives():
+  for op in collectives.of_program(program):
     if max((array.nbytes for array in op.arrays), default=0) > _LEAST_SENT:
       counts[op.kind] += round(op.count)
   return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))

@@ -8,6 +8,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.common import topology
+from attnres_jax.plan import collectives
 from attnres_jax.plan import hlo
 
 P = jax.sharding.PartitionSpec
@@ -98,4 +99,4 @@ def test_a_gradient_crosses_slices_once():
   loss = lambda w, x: jnp.sum(jnp.square(jnp.tanh(x @ w)))
   step = jax.jit(jax.grad(loss), out_shardings=shard("fsdp"))
   program = hlo.Program(step.lower(w, x).compile().as_text())
-  assert program.bytes_between_slices() == 256 * 512 * 4 / 4
+  assert collectives.bytes_between_slices(program) == 256 * 512 * 4 / 4

@@ -12,6 +12,7 @@ from attnres_jax.common import topology
 from attnres_jax.flops import __main__ as flops_main
 from attnres_jax.plan import __main__ as plan_main
 from attnres_jax.plan import report as aot_report
+from attnres_jax.plan import text as aot_text
 from attnres_jax.train import loop
 from tests import tiny_run
 from tests.fuzz import laws
@@ -85,7 +86,7 @@ def test_commands_with_flags(here, monkeypatch, cases):
   device = types.SimpleNamespace(device_kind="TPU v5")
   monkeypatch.setattr(topology, "devices", lambda *a: [device])
   monkeypatch.setattr(aot_report, "make_report", lambda *a: {"fits": True})
-  monkeypatch.setattr(aot_report, "to_text", lambda report: "")
+  monkeypatch.setattr(aot_text, "to_text", lambda report: "")
   connect = lambda **given: (_ for _ in ()).throw(ValueError("no cluster"))
   monkeypatch.setattr(jax.distributed, "initialize", connect)
   commands = {"main": main, "flops": flops_main, "plan": plan_main}

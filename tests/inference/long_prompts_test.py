@@ -15,6 +15,7 @@ from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import causal_attention
+from attnres_jax.plan import collectives
 from attnres_jax.plan import hlo
 from tests import tiny_network
 
@@ -51,7 +52,7 @@ def test_collectives_of_a_chunk(name, cached):
   program = hlo.Program(program_of.lower().compile().as_text())
   parts = collections.Counter(config.sublayer_kinds)
   counts, largest = collections.Counter(), 0
-  for op in program.collectives():
+  for op in collectives.of_program(program):
     computation, name = op.place
     source = program.computations[computation][name].op_name
     if "part<" in source and "head" not in source:

@@ -14,12 +14,76 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import sharding
+from attnres_jax.models import block_scan
 from attnres_jax.models import trunk
 from attnres_jax.train import train_state
 from tests import jaxprs
 from tests import tiers
 from tests import tiny_network
 from tests.models import trunks
+
+
+def _rows_one_by_one(functions, split, weights, rows, constants):
+  """`append_rows` by its definition."""
+  rows = list(rows)
+  for step in range(len(weights["scale"])):
+    parts = split(jax.tree.map(lambda a, step=step: a[step], weights))
+    for function, part in zip(functions, parts):
+      bank = block_scan.Bank(jnp.stack(rows), jnp.asarray(len(rows)))
+      rows.append(function(part, bank, constants))
+  return jnp.stack(rows)
+
+
+def _row(power, part, bank, constants):
+  """Depends on every row there is, on two of them in other ways."""
+  scale, shift = part
+  is_row = jnp.arange(len(bank.rows_MBTD)) < bank.count
+  visible = jnp.where(is_row[:, None], bank.rows_MBTD, 0.0)
+  newest = bank.rows_MBTD[bank.count - 1]
+  total = jnp.sum(jnp.tanh(visible * scale[None]), axis=0) + newest * visible[0]
+  mean = total / bank.count.astype(total.dtype)
+  return mean**power + shift * constants["offset"]
+
+
+def _split(weights):
+  """The two functions share a shift."""
+  return [(scale, weights["shift"]) for scale in weights["scale"]]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("steps", [1, 3])
+def test_rows_are_appended_as_one_by_one(steps):
+  """Values and all gradients."""
+  draw = np.random.default_rng(0).standard_normal
+  weights = {"scale": draw((steps, 2, 4)), "shift": draw((steps, 4))}
+  rows, constants = (draw(4), draw(4)), {"offset": draw(4)}
+  functions = [functools.partial(_row, power) for power in (1, 2)]
+  cotangent = draw((2 + 2 * steps, 4))
+  given = jax.tree.map(jnp.asarray, (weights, rows))
+  results = []
+  for append in (block_scan.append_rows, _rows_one_by_one):
+    run = lambda weights, rows, append=append: append(
+      functions, _split, weights, rows, constants
+    )
+    value, pull = jax.vjp(run, *given)
+    results.append((value, pull(jnp.asarray(cotangent))))
+  _assert_equal(*results)
+
+
+def test_rows_are_saved_once():
+  """Not once per step: what a step saves has none of their size."""
+  steps, width = 5, 7
+  functions = [jax.checkpoint(functools.partial(_row, 1))] * 2
+  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+  weights = {"scale": shape(steps, 2, width), "shift": shape(steps, width)}
+  saved = jaxprs.saved(
+    lambda w, r: block_scan.append_rows(
+      functions, _split, w, r, {"offset": jnp.ones(width)}
+    ),
+    weights, [shape(width)] * 3,
+  )  # fmt: skip
+  sizes = [a.size for a in saved if a.shape[-1:] == (width,)]
+  assert max(sizes) == (3 + 2 * steps) * width, saved
 
 
 def _value(layers, module, embedding, *, remat, depth_loop, kinds=None):

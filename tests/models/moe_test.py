@@ -14,6 +14,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.common import topology
 from attnres_jax.models import moe
+from attnres_jax.plan import collectives
 from attnres_jax.plan import hlo
 from attnres_kernels import platforms
 from tests import compare
@@ -423,8 +424,8 @@ def test_what_travels_on_tpu():
   step = jax.jit(both, out_shardings=(placed, rows))
   compiled = step.lower(*arguments).compile()
   sent = [
-    (op.kind, hlo.axes_of(op.group, mesh.shape), array)
-    for op in hlo.Program(compiled.as_text()).collectives()
+    (op.kind, collectives.axes_of(op.group, mesh.shape), array)
+    for op in collectives.of_program(hlo.Program(compiled.as_text()))
     for array in op.arrays
   ]
   rows = experts // 4 * hidden

@@ -9,6 +9,7 @@ import pytest
 
 from attnres_jax.common import sharding
 from attnres_jax.common import topology
+from attnres_jax.plan import collectives
 from attnres_jax.plan import hlo
 from attnres_jax.train import train_state
 from tests import jaxprs
@@ -116,7 +117,7 @@ def test_a_tpu_program():
   pairs = [ends.count("{") for ends in re.findall(permute, text)]
   assert sum(pairs) == 2 * config.mesh.data * per_tick
   program = hlo.Program(text)
-  in_loop = [op for op in program.collectives() if op.in_loop]
+  in_loop = [op for op in collectives.of_program(program) if op.in_loop]
   ticks, microbatches = plan.schedule.num_ticks, plan.microbatches
   messages = [op for op in in_loop if op.count == ticks]
   assert len(messages) == len(pairs)

@@ -11,6 +11,7 @@ from attnres_jax.plan import gpu
 from attnres_jax.plan import hlo
 from attnres_jax.plan import report
 from attnres_jax.plan import search
+from attnres_jax.plan import text as text_lib
 
 KIND = gpus.TARGETS["h100"].name
 CHIP = chips.chip_of(KIND)
@@ -200,7 +201,7 @@ def test_a_step_on_gpus(slice_name, nodes):
   assert plan["flops_ratio"] < 1.6
   parts = {row["part"] for row in plan["parts"]}
   assert {"attention", "mlp", "residual", "head and loss"} <= parts
-  text = report.to_text(plan)
+  text = text_lib.to_text(plan)
   assert "launches" in text and "NVIDIA H100" in text
 
 

@@ -12,6 +12,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.common import topology
+from attnres_jax.plan import collectives
 from attnres_jax.plan import hlo
 
 # A loop of five trips around a product of [4, 6] and [6, 8] in a fusion, and a
@@ -283,14 +284,16 @@ ENTRY %main (x: bf16[8,4,6]) -> bf16[8,4,6] {
 
 
 def test_collectives():
-  ops = sorted(hlo.Program(TEXT).collectives(), key=lambda op: op.kind)
+  ops = sorted(
+    collectives.of_program(hlo.Program(TEXT)), key=lambda op: op.kind
+  )
   gather, reduce = ops
   assert (reduce.kind, reduce.count, reduce.in_loop) == ("all-reduce", 5, True)
   assert reduce.sent_bytes == 4 * 4 * 8  # twice, half of it
-  assert hlo.axes_of(reduce.group, MESH) == "tensor"
+  assert collectives.axes_of(reduce.group, MESH) == "tensor"
   assert (gather.kind, gather.count, gather.in_loop) == ("all-gather", 1, False)
   assert gather.sent_bytes == 2 * 4 * 6
-  assert hlo.axes_of(gather.group, MESH) == "data"
+  assert collectives.axes_of(gather.group, MESH) == "data"
 
 
 # One gathering in three pieces, the middle one together with a product; two
@@ -349,7 +352,7 @@ ENTRY %main (l: bf16[4,6], m: f32[8,6]) -> f32[4,6] {
 
 
 def test_pieces_of_one_collective_and_what_they_overlap_with():
-  ops = hlo.Program(OVERLAPPED).collectives()
+  ops = collectives.of_program(hlo.Program(OVERLAPPED))
   assert [(c.kind, c.overlapped, c.sent_bytes) for c in ops] == [
     ("all-gather", True, 2 * 4 * 6),
     ("collective-permute", False, 2 * 4 * 6),
@@ -358,7 +361,7 @@ def test_pieces_of_one_collective_and_what_they_overlap_with():
     ("reduce-scatter", False, 4 * 8 * 6 / 2),
   ]
   assert [str(c.arrays[0]) for c in ops][::4] == ["bf16[4,6]", "f32[8,6]"]
-  plain = hlo.Program(TEXT).collectives()
+  plain = collectives.of_program(hlo.Program(TEXT))
   assert not any(op.overlapped for op in plain)
 
 
@@ -373,7 +376,7 @@ ENTRY %main (l: bf16[4,6], c: s32[]) -> bf16[4,6] {{
   ROOT %q = bf16[4,6]{{1,0:T(8,128)}} collective-permute-done(%p)
 }}
 """  # noqa: E501
-  (sent,) = hlo.Program(text).collectives()
+  (sent,) = collectives.of_program(hlo.Program(text))
   assert sent.overlapped == expected
 
 
@@ -424,8 +427,8 @@ def test_operations_have_one_name_in_all_loops_and_branches():
 )
 def test_every_way_to_write_groups(groups, axes):
   text = TEXT.replace("replica_groups=[4,2]<=[8]", groups)
-  op = [c for c in hlo.Program(text).collectives() if c.count == 5][0]
-  assert hlo.axes_of(op.group, MESH) == axes
+  op = [c for c in collectives.of_program(hlo.Program(text)) if c.count == 5][0]
+  assert collectives.axes_of(op.group, MESH) == axes
 
 
 # With libtpu, the same for programs with known numbers.
@@ -477,8 +480,8 @@ def test_what_is_sent_in_a_loop_and_after_it():
 
   program = _program(body, (1024, 256), in_specs=(P(),))
   sent = {
-    (c.kind, hlo.axes_of(c.group, _mesh().shape), c.in_loop): c
-    for c in program.collectives()
+    (c.kind, collectives.axes_of(c.group, _mesh().shape), c.in_loop): c
+    for c in collectives.of_program(program)
   }
   reduce = sent["all-reduce", "tensor", True]
   assert reduce.count == 5

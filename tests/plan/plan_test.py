@@ -13,7 +13,7 @@ from attnres_jax.common import plans
 from attnres_jax.common import topology
 from attnres_jax.models import trunk
 from attnres_jax.plan import candidates
-from attnres_jax.plan import report
+from attnres_jax.plan import cost
 from attnres_jax.plan import search as plan_lib
 from tests.plan import small
 
@@ -277,8 +277,8 @@ def test_time_of_what_is_not_overlapped_is_added():
   )
   work = dict(compute_seconds=3.0, memory_seconds=4.0, link_seconds=5.0)
   for exposed, seconds in ((0.0, 5.0), (10.0, 5.0), (50.0, 9.0)):
-    actual = report.step_seconds(work | dict(exposed_bytes=exposed), chip)
+    actual = cost.step_seconds(work | dict(exposed_bytes=exposed), chip)
     assert math.isclose(actual, seconds)
   work |= dict(lockstep=dict(seconds=20.0), exposed_bytes=10.0)
-  actual = report.step_seconds(work, chip)
+  actual = cost.step_seconds(work, chip)
   assert math.isclose(actual, 21.0)

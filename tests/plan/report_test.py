@@ -12,6 +12,7 @@ from attnres_jax import flops
 from attnres_jax.common import chips
 from attnres_jax.common import topology
 from attnres_jax.plan import report
+from attnres_jax.plan import text as text_lib
 from tests.plan import small
 
 pytestmark = pytest.mark.needs("libtpu")
@@ -59,7 +60,7 @@ def test_numbers_of_a_step(trained):
   sizes = [row["bytes"] for row in plan["largest"]]
   assert sizes == sorted(sizes, reverse=True)
   assert sizes[0] <= plan["temporary_bytes"]
-  text = report.to_text(plan)
+  text = text_lib.to_text(plan)
   assert "by estimate, bound by" in text and "2 data x 2 fsdp" in text
   for label in ("activations kept for backward", "cached blocks", "headroom"):
     assert label in text
@@ -103,8 +104,8 @@ def test_the_verdict_takes_the_larger_count_of_flops(trained):
   peak = chips.CHIPS["TPU v5 lite"].peak_flops_per_second
   larger = max(trained["charged_flops"], trained["analytic_flops"])
   assert trained["compute_seconds"] == larger / peak
-  assert "warning" not in report.to_text(trained)
-  text = report.to_text(trained | dict(flops_ratio=1.3))
+  assert "warning" not in text_lib.to_text(trained)
+  text = text_lib.to_text(trained | dict(flops_ratio=1.3))
   assert "warning: it computes 1.30 times the FLOPs that it needs" in text
 
 
@@ -136,7 +137,7 @@ def test_a_pipeline(devices):
   assert rows["pipeline"]["sent_bytes"] > 0 and "mlp" in rows
   # A chunk is recomputed as a whole, and for checkpointing.
   assert 0.6 < rows["mlp"]["flops"] / rows["mlp"]["least_flops"] <= 1.05
-  assert "in 2 microbatches" in report.to_text(plan)
+  assert "in 2 microbatches" in text_lib.to_text(plan)
 
 
 def test_a_decode_step(devices, trained):
@@ -150,7 +151,7 @@ def test_a_decode_step(devices, trained):
   assert 0.7 < plan["flops"] / plan["analytic_flops"] < 1.5
   # What is read at least: all weights, of this device, once.
   assert plan["traffic_bytes"] > plan["parameter_bytes"]
-  text = report.to_text(plan)
+  text = text_lib.to_text(plan)
   assert "decode step on 8" in text and "whose cache is full" in text
   message = r"step: got 'prefill', expected one of decode, train"
   with pytest.raises(config_lib.ConfigError, match=message):
@@ -164,7 +165,7 @@ def test_a_program_larger_than_memory(devices, monkeypatch):
   monkeypatch.setitem(chips.CHIPS, kind, small)
   plan = report.make_report(_config(), devices, "decode")
   assert not plan["fits"] and plan["headroom_bytes"] < 0
-  text = report.to_text(plan)
+  text = text_lib.to_text(plan)
   assert "does not fit" in text and plan["largest"][0]["array"] in text
 
 
@@ -178,7 +179,7 @@ def test_a_program_that_jaxlib_cannot_read(devices, monkeypatch):
   plan = report.make_report(_config(), devices, "decode")
   assert plan["fits"] and plan["peak_bytes"] > 0
   assert "collectives" not in plan
-  text = report.to_text(plan)
+  text = text_lib.to_text(plan)
   assert "cannot read the program: INTERNAL: RET_CHECK failure\n" in text
   assert "headroom" in text and "and more" not in text
 
@@ -190,7 +191,7 @@ def test_a_step_that_does_not_fit(devices):
     devices,
   )
   assert not plan["fits"]
-  text = report.to_text(plan)
+  text = text_lib.to_text(plan)
   assert "exceeds available HBM" in text or "Ran out of memory" in text
   # What is computed of a matrix of both MLPs, such as its gradient.
   largest = plan["largest"][0]
