@@ -239,7 +239,7 @@ class ModelConfig(fields.Checked, prefix="model"):
     moe: experts that replace dense MLPs.
     residual: the scheme that connects the sublayers.
     value_residual: whether the values of a mixer are the mean of its own and
-      of those of the first mixer of its kind (`models.value_residual`).
+      of those of the first mixer of its kind (`models.sublayer`).
   """
 
   vocab_size: fields.Function[fields.Count] = 0

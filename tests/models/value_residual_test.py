@@ -13,6 +13,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
 from attnres_jax.models import segments
+from attnres_jax.models.mixers import attention as attention_lib
 from attnres_jax.models.mixers import probe
 from attnres_jax.optimizer import qk_clip
 from tests import jaxprs
@@ -86,7 +87,8 @@ def test_biases_and_probes():
     layer = jax.tree.map(lambda a, l=l: a[l], network.sublayers["attention"])
     query_BTNH, key_BTKH, _ = layer.core.project(layer.norm(trace.reads[2 * l]))
     turned = (
-      attention.apply_rope(a, config.rope_theta) for a in (query_BTNH, key_BTKH)
+      attention_lib.apply_rope(a, config.rope_theta)
+      for a in (query_BTNH, key_BTKH)
     )
     np.testing.assert_allclose(
       peaks_N, probe.largest_logits(*turned, None), rtol=1e-4
