@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four networks at several sizes, each at its own learning rate.
 
-part      rates: three learning rates per arm at the smallest size, one seed,
+part      rates: three learning rates per scheme at the smallest size, one seed,
           half the tokens
-          gain: each arm at its own rate at every size, four other seeds
-arm       the network: prenorm, block, full or denseformer
+          gain: each scheme at its own rate at every size, four other seeds
+residual  prenorm, block_attnres, full_attnres or denseformer
 size      1m, 4m or 16m, or the pilot's 0.25m: parameters without embeddings
-rate      peak learning rate at the pilot's width; 0 takes the arm's own (RATES)
 budget    multiple of twenty tokens per parameter
 runlocal  shrinks everything to seconds, to try things out
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import types
 from typing import Any, NamedTuple
 
 from attnres_jax import config as config_lib
 from configs import paired
-from experiments.laptop_gain import config as laptop_gain
 
 
 class Size(NamedTuple):
@@ -57,13 +55,9 @@ SIZES: Mapping[str, Size] = {
 PILOT = "0.25m"
 LENGTH, HEAD_WIDTH, MLP_MULTIPLE = 256, 32, 32
 TOKENS_PER_PARAMETER = 20
-ARMS: Mapping[str, Mapping[str, Any]] = {
-  name: laptop_gain.ARMS[name]
-  for name in ("prenorm", "block", "full", "denseformer")
-}
-LABELS = laptop_gain.LABELS
+SCHEMES = ("prenorm", "block_attnres", "full_attnres", "denseformer")
 TRIED_RATES = (0.0025, 0.005, 0.01)
-# Each arm's own rate at the pilot's width: the lowest loss of part=rates. At
+# Each scheme's own rate at the pilot's width: the lowest loss of part=rates. At
 # another width it is divided by the ratio of widths. Empty until part=rates
 # has run.
 RATES: Mapping[str, float] = {}
@@ -78,13 +72,14 @@ TEXT = "runs/gain_by_size_text/tokens"
 def get_config(arg: str | None = None) -> Any:
   """Config of one run; see the module docstring."""
   given = _parse(arg)
-  fields = config_lib.choose("arm", given.arm, ARMS)
+  config_lib.choose("residual", given.residual, dict.fromkeys(SCHEMES))
   size = config_lib.choose("size", given.size, SIZES)
-  config = paired.get_config(f"runlocal={given.runlocal}")
-  rate = given.rate or RATES.get(given.arm) or TRIED_RATES[0]
+  config = paired.get_config(
+    f"residual={given.residual},runlocal={given.runlocal}"
+  )
+  rate = RATES.get(given.residual, TRIED_RATES[0])
   with config.unlocked():
-    config.name = f"{NAME}{given.size}_{given.arm}"
-    config.update_from_flattened_dict(fields)
+    config.name = f"{NAME}{given.size}_{given.residual}"
     config.optim.peak_lr = rate
     if not given.runlocal:
       _enlarge(config, size, given.budget)
@@ -110,44 +105,37 @@ def _enlarge(config: Any, size: Size, budget: float) -> None:
 
 
 def sweep(add: Callable[..., Any], arg: str | None = None) -> None:
-  """Adds the runs of one part; an argument of `size` or `arm` selects."""
-  given = _parse(arg, size="", arm="")
-  sizes = [given.size] if given.size else [*SIZES]
-  arms = [given.arm] if given.arm else [*ARMS]
+  """Adds the runs of one part, seed by seed."""
+  given = _parse(arg)
   parts = {"rates": _rates, "gain": _gain}
-  config_lib.choose("part", given.part, parts)(add, sizes, arms)
+  config_lib.choose("part", given.part, parts)(add)
 
 
-def _rates(
-  add: Callable[..., Any], sizes: Sequence[str], arms: Sequence[str]
-) -> None:
-  del sizes  # Rates are tried at the pilot's.
-  for arm in arms:
+def _rates(add: Callable[..., Any]) -> None:
+  for scheme in SCHEMES:
     for rate in TRIED_RATES:
-      _add(add, RATE_SEED, arm=arm, size=PILOT, rate=rate, budget=RATE_BUDGET)
+      _add(
+        add, RATE_SEED, size=PILOT, residual=scheme, budget=RATE_BUDGET,
+        **{"optim.peak_lr": rate},
+      )  # fmt: skip
 
 
-def _gain(
-  add: Callable[..., Any], sizes: Sequence[str], arms: Sequence[str]
-) -> None:
-  missing = [arm for arm in arms if arm not in RATES]
-  if missing:
-    config_lib.fail("part", "gain", f"a rate of {missing[0]}: run part=rates")
-  for size in sizes:
+def _gain(add: Callable[..., Any]) -> None:
+  for scheme in SCHEMES:
+    if scheme not in RATES:
+      config_lib.fail("part", "gain", f"a rate of {scheme}: run part=rates")
+  for size in SIZES:
     for seed in SEEDS:
-      for arm in arms:
-        _add(add, seed, arm=arm, size=size)
+      for scheme in SCHEMES:
+        _add(add, seed, size=size, residual=scheme)
 
 
 def _add(add: Callable[..., Any], seed: int, **arguments: Any) -> None:
   add(**arguments, seed=seed, **{"data.seed": seed})
 
 
-def _parse(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
+def _parse(arg: str | None) -> types.SimpleNamespace:
   return config_lib.parse_arg(
-    arg,
-    **dict(
-      part="rates", arm="prenorm", size=PILOT, rate=0.0, budget=1.0,
-      runlocal=False,
-    ) | defaults,
+    arg, part="rates", residual="prenorm", size=PILOT, budget=1.0,
+    runlocal=False,
   )  # fmt: skip

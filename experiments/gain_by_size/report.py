@@ -14,13 +14,12 @@ from attnres_jax.scaling import speedup
 from attnres_jax.sweep.pages import losses as losses_lib
 from attnres_jax.sweep.pages import page
 from experiments.gain_by_size import config
-from experiments.laptop_gain import report as laptop_gain
 from experiments.pages import readme
 
 Row = Mapping[str, Any]
 
 BASELINE = "prenorm"
-# What an arm pays with: column of a row, its unit, and words.
+# What a scheme pays with: column of a row, its unit, and words.
 PRICES = {
   "compute_attention": ("PFLOP/s-days", "FLOPs"),
   "training_seconds": ("seconds", "seconds"),
@@ -28,13 +27,15 @@ PRICES = {
 
 
 def rates(rows: Sequence[Row]) -> str:
-  """A table of losses at the pilot's size; each arm's lowest is bold."""
-  means = laptop_gain.mean_losses(rows)
+  """A table of losses at the pilot's size; each scheme's lowest is bold."""
+  frame = losses_lib.frame(rows).astype({"peak_lr": float})
+  means = frame.pivot_table("loss", "residual", "peak_lr", sort=False)
   lines = [
-    [config.LABELS[arm], *losses_lib.bold(row, row.idxmin())]
-    for arm, row in means.iterrows()
+    [figures.name_of(scheme), *losses_lib.bold(row, row.idxmin())]
+    for scheme, row in means.iterrows()
   ]
-  table = page.Table(["arm", *(f"{rate:g}" for rate in means)], lines)
+  header = ["residual", *(f"{rate:g}" for rate in means)]
+  table = page.Table(header, lines)
   return readme.text(table, readme.origin(rows))
 
 
@@ -47,18 +48,18 @@ def by_size(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def results(rows: Sequence[Row]) -> str:
-  """A table: a row per size and arm, with empty cells where nobody ran."""
+  """A table: a row per size and scheme, with empty cells where nobody ran."""
   sizes, lines = by_size(rows), []
   for size in config.SIZES:
     of_size = sizes.get(size, [])
-    losses = pairs.losses(of_size, "arm") if of_size else {}
+    losses = pairs.losses(of_size, "residual") if of_size else {}
     spread = pairs.pooled(losses, BASELINE) if BASELINE in losses else None
-    for arm, label in config.LABELS.items():
-      if arm in config.ARMS:
-        lines.append([size, label, *_cells(of_size, losses, arm, spread)])
+    for scheme in config.SCHEMES:
+      cells = _cells(of_size, losses, scheme, spread)
+      lines.append([size, figures.name_of(scheme), *cells])
   header = [
-    "parameters", "arm", "tokens", "rate", "validation loss", "minus PreNorm",
-    "training time over PreNorm's",
+    "parameters", "residual", "tokens", "rate", "validation loss",
+    "minus PreNorm", "training time over PreNorm's",
   ]  # fmt: skip
   return readme.text(page.Table(header, lines), readme.origin(rows, runs=True))
 
@@ -66,21 +67,21 @@ def results(rows: Sequence[Row]) -> str:
 def _cells(
   of_size: Sequence[Row],
   losses: pairs.Losses,
-  arm: str,
+  scheme: str,
   spread: pairs.Spread | None,
 ) -> list[Any]:
-  rows = [row for row in of_size if row["arm"] == arm]
+  rows = [row for row in of_size if row["residual"] == scheme]
   if not rows:
     return [""] * 5
-  mean = sum(losses[arm].values()) / len(rows)
+  mean = sum(losses[scheme].values()) / len(rows)
   cells = [
     f"{int(rows[0]['tokens']) / 1e6:.1f}M", f"{float(rows[0]['peak_lr']):.3g}",
     f"{mean:.4f}",
   ]  # fmt: skip
-  if arm == BASELINE or BASELINE not in losses:
+  if scheme == BASELINE or BASELINE not in losses:
     return [*cells, "", ""]
-  apart = pairs.difference(losses[arm], losses[BASELINE], spread)
-  baseline = [row for row in of_size if row["arm"] == BASELINE]
+  apart = pairs.difference(losses[scheme], losses[BASELINE], spread)
+  baseline = [row for row in of_size if row["residual"] == BASELINE]
   ratio = _mean(rows, "training_seconds") / _mean(baseline, "training_seconds")
   return [*cells, page.difference(apart), f"{ratio:.2f}"]
 
@@ -89,13 +90,13 @@ def _mean(rows: Sequence[Row], column: str) -> float:
   return sum(float(row[column]) for row in rows) / len(rows)
 
 
-def runs_of(rows: Sequence[Row], arm: str, price: str) -> fit_lib.Runs:
-  """Losses of an arm against what it paid.
+def runs_of(rows: Sequence[Row], scheme: str, price: str) -> fit_lib.Runs:
+  """Losses of a scheme against what it paid.
 
   Seconds are means of a size: seeds share a program, and the scatter of their
   clocks is the machine's.
   """
-  chosen = [row for row in rows if row["arm"] == arm]
+  chosen = [row for row in rows if row["residual"] == scheme]
   paid = {
     size: _mean([r for r in chosen if r["size"] == size], price)
     for size in {row["size"] for row in chosen}
@@ -108,8 +109,10 @@ def runs_of(rows: Sequence[Row], arm: str, price: str) -> fit_lib.Runs:
   )
 
 
-def worth(rows: Sequence[Row], arm: str, price: str) -> fit_lib.Estimate | None:
-  """How many times what an arm paid PreNorm pays for the same loss.
+def worth(
+  rows: Sequence[Row], scheme: str, price: str
+) -> fit_lib.Estimate | None:
+  """How many times what a scheme paid PreNorm pays for the same loss.
 
   None unless three sizes have been run on one kind of device.
   """
@@ -117,23 +120,23 @@ def worth(rows: Sequence[Row], arm: str, price: str) -> fit_lib.Estimate | None:
     return None
   try:
     return speedup.effective_speedup(
-      runs_of(rows, BASELINE, price), runs_of(rows, arm, price)
+      runs_of(rows, BASELINE, price), runs_of(rows, scheme, price)
     )
   except config_lib.ConfigError:
     return None
 
 
 def answer(rows: Sequence[Row]) -> str:
-  """What an arm is worth in FLOPs, and in seconds of the device that ran."""
+  """What a scheme is worth in FLOPs, and in seconds of the device that ran."""
   sizes = list(by_size(rows))
   missing = [size for size in config.SIZES if size not in sizes]
   sentences = []
-  for arm in config.ARMS:
+  for scheme in config.SCHEMES:
     for price, (_, word) in PRICES.items():
-      if arm != BASELINE and (times := worth(rows, arm, price)):
+      if scheme != BASELINE and (times := worth(rows, scheme, price)):
         sentences.append(
-          f"{config.LABELS[arm]} reaches with a given number of {word} what"
-          f" PreNorm reaches with {times.value:.2f}"
+          f"{figures.name_of(scheme)} reaches with a given number of {word}"
+          f" what PreNorm reaches with {times.value:.2f}"
           f" [{times.low:.2f}, {times.high:.2f}] times as many: at equal"
           f" {word} it is {_verdict(times)}."
         )
@@ -157,15 +160,15 @@ def figure(rows: Sequence[Row]) -> figure_lib.Figure:
   for axes, (price, (unit, _)) in zip(panels, PRICES.items()):
     for device in dict.fromkeys(row["device"] for row in rows):
       of_device = [row for row in rows if row["device"] == device]
-      for arm, fields in config.ARMS.items():
-        runs = runs_of(of_device, arm, price)
+      for scheme in config.SCHEMES:
+        runs = runs_of(of_device, scheme, price)
         sizes = dict.fromkeys(runs.size)
         at = [[s == size for s in runs.size] for size in sizes]
         axes.plot(
           [runs.compute[a].mean() for a in at],
           [runs.loss[a].mean() for a in at],
-          marker="o", markersize=3, label=config.LABELS[arm],
-          **figures.style_of(fields["model.residual.name"]),
+          marker="o", markersize=3, label=figures.name_of(scheme),
+          **figures.style_of(scheme),
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -20,7 +20,7 @@ EXPONENT, WORTH, SLOWER = 0.1, 1.3, 1.1
 
 @pytest.mark.parametrize("size", config.SIZES)
 def test_parameters_and_tokens_are_those_of_the_network(size):
-  run = config_lib.load_config(f"{SPEC}:size={size},arm=block")
+  run = config_lib.load_config(f"{SPEC}:size={size},residual=block_attnres")
   of_size = config.SIZES[size]
   plain = config_lib.load_config(f"{SPEC}:size={size}").model
   gains = architecture.active_params(plain) - of_size.parameters
@@ -42,7 +42,7 @@ def test_runs_of_both_parts(monkeypatch):
     monkeypatch.setattr(config, "RATES", {})
     config.sweep(lambda **_: None, "part=gain")
   given = []
-  monkeypatch.setattr(config, "RATES", dict.fromkeys(config.ARMS, 0.005))
+  monkeypatch.setattr(config, "RATES", dict.fromkeys(config.SCHEMES, 0.005))
   config.sweep(lambda **run: given.append(run), "part=gain")
   assert len(given) == 4 * 4 * 4
   assert {run["seed"] for run in given}.isdisjoint({config.RATE_SEED})
@@ -77,16 +77,16 @@ def test_a_corpus_has_no_copies(tmp_path):
 def _rows(sizes):
   for size in sizes:
     price = 20 * config.SIZES[size].parameters ** 2 * 1e-12
-    for arm in config.ARMS:
+    for scheme in config.SCHEMES:
       for seed in config.SEEDS:
-        worth = WORTH if arm == "block" else 1.0
+        worth = WORTH if scheme == "block_attnres" else 1.0
         loss = (price * worth) ** -EXPONENT + 1e-5 * (seed % 7)
         yield {
-          "size": size, "arm": arm, "seed": str(seed), "tokens": "1000",
+          "size": size, "residual": scheme, "seed": str(seed), "tokens": "1000",
           "peak_lr": "0.001", "validation_loss": f"{loss:.9f}",
           "compute_attention": f"{price:.6g}", "seconds": "1", "data": "d",
           "training_seconds":
-            f"{100 * price * (SLOWER if arm == 'block' else 1):.6g}",
+            f"{100 * price * (SLOWER if worth > 1 else 1):.6g}",
           "device": "1 x cpu", "hardware": "cpu", "commit": "c",
           "python": "p", "jax": "j",
         }  # fmt: skip
@@ -94,16 +94,18 @@ def _rows(sizes):
 
 def test_what_a_gain_is_worth():
   rows = list(_rows(["0.25m", "1m", "4m"]))
-  by_flops = report.worth(rows, "block", "compute_attention")
+  by_flops = report.worth(rows, "block_attnres", "compute_attention")
   assert by_flops.value == pytest.approx(WORTH, rel=0.01)
   # Slower steps cost what they cost, and no more.
-  by_time = report.worth(rows, "block", "training_seconds")
+  by_time = report.worth(rows, "block_attnres", "training_seconds")
   assert by_time.value == pytest.approx(WORTH / SLOWER, rel=0.01)
   text = report.answer(rows)
-  assert "Block reaches" in text and "at equal seconds it is ahead" in text
+  assert (
+    "Block AttnRes reaches" in text and "at equal seconds it is ahead" in text
+  )
   assert "Nobody has run 16m yet." in text
   table = report.results(rows)
-  assert "| 1.10 |" in table and "| 16m | Block |  |  |" in table
+  assert "| 1.10 |" in table and "| 16m | Block AttnRes |  |  |" in table
   assert report.figure(rows).axes[1].get_xlabel() == "seconds of 1 x cpu"
 
 
@@ -113,5 +115,5 @@ def test_two_sizes_or_two_devices_have_no_law():
   rows = list(_rows(["0.25m", "1m", "4m"]))
   for row in rows:
     row["device"] = f"1 x {row['size']}"
-  assert report.worth(rows, "block", "training_seconds") is None
-  assert report.worth(rows, "block", "compute_attention") is not None
+  assert report.worth(rows, "block_attnres", "training_seconds") is None
+  assert report.worth(rows, "block_attnres", "compute_attention") is not None
