@@ -59,7 +59,7 @@ def choose(rule: Rule, function: str, arrays: tuple) -> Callable[..., Any]:
   Raises NotImplementedError if a named backend cannot, or does not run on the
   platform that the program is lowered for.
   """
-  name, platform = rule.implementation, platforms.known()
+  name, platform = rule.implementation, platforms.ambient_platform()
   if name is None:
     names = kernels(rule, function, arrays)
     if platform is None:

@@ -79,7 +79,7 @@ def is_known_gpu() -> bool:
   return any(name in kind for name in _GPUS)
 
 
-def known() -> str | None:
+def ambient_platform() -> str | None:
   """The platform of the ambient mesh, as JAX calls it when it lowers.
 
   None if it is not known, or not yet: of GPUs, CUDA or ROCm.
@@ -158,7 +158,7 @@ def by_platform(args: tuple, default: Any, **branches: Any) -> Any:
   Branches are functions of `args` by platform, as JAX calls it when it lowers
   ("tpu", "cuda"); `default` is for all others.
   """
-  platform = known()
+  platform = ambient_platform()
   if platform is not None:
     return branches.get(platform, default)(*args)
 
