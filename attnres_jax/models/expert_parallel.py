@@ -286,11 +286,9 @@ def _by_platform(
 
 
 def _weighted(
-  units: kernels.Units,
-  sizes_E: jax.Array,
-  both_JC: jax.Array,
+  units: kernels.Units, sizes_E: jax.Array, both_JC: jax.Array,
   weight_J: jax.Array,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   """Weighted hidden units, with zeros for padding."""
   real_J = jnp.arange(both_JC.shape[0]) < jnp.sum(sizes_E)
   gate, up = (
@@ -307,13 +305,9 @@ def _side_by_side(gate_and_up_EGFD: jax.Array) -> jax.Array:
 
 
 def _products(
-  units: kernels.Units,
-  x_JD: jax.Array,
-  weight_J: jax.Array,
-  sizes_E: jax.Array,
-  gate_and_up_EGFD: jax.Array,
-  down_EFD: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+  units: kernels.Units, x_JD: jax.Array, weight_J: jax.Array,
+  sizes_E: jax.Array, gate_and_up_EGFD: jax.Array, down_EFD: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """`kernels.forward`, one product after the other, and the first of them."""
   gate_and_up_ECD = _side_by_side(gate_and_up_EGFD)
   both_JC = grouped_matmul.multiply(
@@ -324,16 +318,10 @@ def _products(
 
 
 def _product_gradients(
-  units: kernels.Units,
-  both_JC: jax.Array | None,
-  x_JD: jax.Array,
-  weight_J: jax.Array,
-  sizes_E: jax.Array,
-  gate_and_up_EGFD: jax.Array,
-  down_EFD: jax.Array,
-  dy_JD: jax.Array,
-  *existing: jax.Array,
-) -> tuple[jax.Array, ...]:
+  units: kernels.Units, both_JC: jax.Array | None, x_JD: jax.Array,
+  weight_J: jax.Array, sizes_E: jax.Array, gate_and_up_EGFD: jax.Array,
+  down_EFD: jax.Array, dy_JD: jax.Array, *existing: jax.Array,
+) -> tuple[jax.Array, ...]:  # fmt: skip
   """`kernels.backward`, one product after the other."""
   gate_and_up_ECD = _side_by_side(gate_and_up_EGFD)
   if both_JC is None:

@@ -64,18 +64,12 @@ class StepCost:
 
 
 def of_program(
-  text: str, step: train_state.Program, trains: bool, analytic_flops: float
+  report: Mapping[str, Any], text: str, step: train_state.Program
 ) -> StepCost:
-  """The cost of a compiled program.
-
-  Args:
-    text: of the program.
-    step: from which it was compiled.
-    trains: whether it is the training step.
-    analytic_flops: of a device.
-  """
+  """The cost of a compiled program, given what was known before."""
   device = step.mesh.devices.flat[0]
   chip = topology.chip(device)
+  trains, analytic_flops = report["step"] == "train", report["analytic_flops"]
   needs = least.of_parts(step) if trains else {}
   program = hlo.Program(text)
   times = _work(program, chip, step.mesh, needs)

@@ -109,7 +109,7 @@ def make_report(
     report["unread"] = str(error).strip().splitlines()[0]
     report["largest"] = _largest_traced(staged.jaxpr)
     return report
-  return report | _cost(report, text, program)
+  return report | cost.of_program(report, text, program).fields()
 
 
 def make_schedule_report(
@@ -146,7 +146,7 @@ def make_schedule_report(
     headroom_bytes=chip.hbm_bytes - compiled.peak_bytes,
     compile_seconds=compiled.seconds,
   )
-  return report | _cost(report, compiled.text, program)
+  return report | cost.of_program(report, compiled.text, program).fields()
 
 
 def _of_shapes(
@@ -176,13 +176,6 @@ def _of_shapes(
     report["optimiser_bytes"] = sharding.bytes_per_device(state.opt_state)
     report |= program.network.kept_bytes(state.model)
   return report
-
-
-def _cost(
-  report: Mapping[str, Any], text: str, program: train_state.Program
-) -> dict[str, Any]:
-  trains, analytic = report["step"] == "train", report["analytic_flops"]
-  return cost.of_program(text, program, trains, analytic).fields()
 
 
 def _is_gpu(mesh: jax.sharding.Mesh) -> bool:

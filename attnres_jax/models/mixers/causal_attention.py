@@ -167,12 +167,9 @@ def _tiled(
   parts = []
   for start in range(0, length, step):
     stop = min(start + step, length)
-    mix = functools.partial(
-      _mix_earlier,
-      key_BKTH[:, :, :stop],
-      value_BKTV[:, :, :stop],
-      None if segment_ids_BT is None else segment_ids_BT[:, :stop],
-    )
+    ids = None if segment_ids_BT is None else segment_ids_BT[:, :stop]
+    keys = key_BKTH[:, :, :stop], value_BKTV[:, :, :stop], ids
+    mix = functools.partial(_mix_earlier, *keys)
     span = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], tiles)
     parts.append(by_tiles(mix, span, tile))
   mixed_BTNV = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -181,11 +178,9 @@ def _tiled(
 
 @jax.checkpoint
 def _mix_earlier(
-  key_BKSH: jax.Array,
-  value_BKSV: jax.Array,
-  segment_BS: jax.Array | None,
+  key_BKSH: jax.Array, value_BKSV: jax.Array, segment_BS: jax.Array | None,
   tile: Tile,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   """The output of a tile that sees all keys up to its own positions."""
   dtype, width = tile.query_BTNH.dtype, tile.query_BTNH.shape[-1]
   seen_BTS = functools.partial(earlier, key_BKSH.shape[2], segment_BS)
@@ -272,11 +267,9 @@ def by_tiles(
 
 
 def _splash(
-  query_BTNH: jax.Array,
-  key_BTKH: jax.Array,
-  value_BTKV: jax.Array,
+  query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKV: jax.Array,
   segment_ids_BT: jax.Array | None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   """`attend` by splash attention, on one device."""
   length, heads, width = query_BTNH.shape[1:]
   sizes = block_sizes(length)
@@ -323,23 +316,16 @@ def block_sizes(length: int) -> splash_attention.BlockSizes:
   block = next(few, _BLOCKS[-1])
   at_once = min(block, _KEYS_AT_ONCE)
   return splash_attention.BlockSizes(
-    block_q=block,
-    block_kv=block,
-    block_kv_compute=at_once,
-    block_q_dkv=block,
-    block_kv_dkv=block,
-    block_kv_dkv_compute=at_once,
-    block_q_dq=block,
-    block_kv_dq=block,
-  )
+    block_q=block, block_kv=block, block_kv_compute=at_once,
+    block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=at_once,
+    block_q_dq=block, block_kv_dq=block,
+  )  # fmt: skip
 
 
 def _cudnn(
-  query_BTNH: jax.Array,
-  key_BTKH: jax.Array,
-  value_BTKV: jax.Array,
+  query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKV: jax.Array,
   segment_ids_BT: jax.Array | None = None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   """`attend` by cuDNN; on Hopper for any V <= H, and for packed documents."""
   # Values must be as wide as keys.
   width = value_BTKV.shape[-1]
@@ -394,18 +380,13 @@ def documents(
   )
 
 
-def _cudnn_why_not(
-  query_BTNH: jax.Array,
-  key_BTKH: jax.Array,
-  value_BTKV: jax.Array,
-  segment_ids_BT: jax.Array | None,
-) -> str | None:
+def _cudnn_why_not(query_BTNH: jax.Array, *others: Any) -> str | None:
   if query_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
     return f"takes bfloat16 and float16, not {query_BTNH.dtype}"
   try:
     # JAX queries the library, which has to be installed, and for packed
     # documents the GPU.
-    jax.eval_shape(_cudnn, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT)
+    jax.eval_shape(_cudnn, query_BTNH, *others)
   except (NotImplementedError, RuntimeError, ValueError) as error:
     return str(error)
   return None
