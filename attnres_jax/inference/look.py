@@ -106,7 +106,8 @@ def _listed(answer: Any) -> Any:
     return {name: _listed(value) for name, value in vars(answer).items()}
   if isinstance(answer, np.ndarray):
     digits = np.round(answer.astype(np.float64), 6).astype(object)
-    return np.where(np.isfinite(answer), digits, None).tolist()
+    digits[~np.isfinite(answer)] = None
+    return digits.tolist()
   return answer
 
 

@@ -148,9 +148,10 @@ def answer(rows: Sequence[Row]) -> str:
 
 
 def _verdict(times: fit_lib.Estimate) -> str:
-  if times.low > 1:
+  if times.low is not None and times.low > 1:
     return "ahead"
-  return "behind" if times.high < 1 else "not told apart"
+  is_behind = times.high is not None and times.high < 1
+  return "behind" if is_behind else "not told apart"
 
 
 def figure(rows: Sequence[Row]) -> figure_lib.Figure:
