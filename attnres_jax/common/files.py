@@ -23,7 +23,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import stores
 
 # The limit of file systems on Linux and macOS.
-_NAME_BYTES = 255
+NAME_BYTES = 255
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # C++ libraries report it as text.
 _FULL_WORDS = ("no space left on device", "disk quota exceeded")
@@ -186,8 +186,13 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
   Raises:
     ValueError: the file holds no JSON object; says why in one line.
   """
+  return parse_json(read(path))
+
+
+def parse_json(content: str | bytes) -> dict[str, Any]:
+  """The object in JSON; raises as `read_json` does."""
   try:
-    values = json.loads(read(path))
+    values = json.loads(content)
   except RecursionError as error:
     raise ValueError("nested too deeply") from error
   if not isinstance(values, dict):
@@ -195,50 +200,14 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
   return values
 
 
-def name_from_file(
-  value: Any, key: str, where: epath.PathLike, *, folders: bool = False
-) -> str:
-  """A file's name that another person's file states, never a path elsewhere.
-
-  Every reader of a JSON that could come from somebody else (shards, companions,
-  runs of a sweep) takes names through this function, so that no such file can
-  name something outside of its folder.
-
-  Args:
-    value: what the file has in place of a name.
-    key: under which the file has it, for the error.
-    where: the file that states it, for the error.
-    folders: whether folders below that of the file may precede the name, with
-      `/` between them.
-
-  Returns:
-    `value`, a printable name without separators that is not `.` or `..`; with
-    `folders`, several of them with `/` between them.
-
-  Raises:
-    ConfigError: it is anything else.
-  """
-  parts = value.split("/") if folders and isinstance(value, str) else [value]
-  if not all(map(_is_name, parts)):
-    shown = value if isinstance(value, str) else type(value).__name__
-    if len(shown) > _NAME_BYTES:
-      shown = shown[:_NAME_BYTES] + "..."
-    config_lib.fail_argument(
-      f'{os.fspath(where)}: "{key}"',
-      shown,
-      f"the printable name of a file {'below' if folders else 'in'} its folder,"
-      f" of {_NAME_BYTES} bytes at most",
-    )
-  return value
-
-
-def _is_name(value: Any) -> bool:
+def is_name(value: Any) -> bool:
+  """Whether a value is the printable name of a file, never a path."""
   return (
     isinstance(value, str)
     and value not in ("", ".", "..")
     and not set(value) & set("/\\")
     and value.isprintable()
-    and len(value.encode()) <= _NAME_BYTES
+    and len(value.encode()) <= NAME_BYTES
   )
 
 
@@ -262,10 +231,8 @@ def check_path(
       stores.client(path).exists(path)
     return checked
   checked = epath.Path(path).expanduser()
-  if any(len(os.fsencode(part)) > _NAME_BYTES for part in checked.parts):
-    config_lib.fail_argument(
-      name, path, f"names of {_NAME_BYTES} bytes at most"
-    )
+  if any(len(os.fsencode(part)) > NAME_BYTES for part in checked.parts):
+    config_lib.fail_argument(name, path, f"names of {NAME_BYTES} bytes at most")
   try:
     os.stat(checked)
   except (FileNotFoundError, NotADirectoryError):

@@ -38,11 +38,12 @@ def fail(field: str, value: Any, accepted: str) -> NoReturn:
 
 def fail_argument(name: str, value: Any, accepted: str) -> NoReturn:
   """Raises a ConfigError about an argument, such as "--workdir"."""
-  text = f"{name}: got {value!r}, expected {accepted}"
-  # Files, and what libraries say of them, may hold control characters.
-  raise ConfigError(
-    "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-  )
+  raise ConfigError(printable(f"{name}: got {value!r}, expected {accepted}"))
+
+
+def printable(text: str) -> str:
+  """A line of what files hold and libraries say, which may steer terminals."""
+  return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def choose(

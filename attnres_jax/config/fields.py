@@ -10,7 +10,7 @@ with a field that does not is refused at import. What may change at a resume,
 what an export has to state and what a plan depends on follow from this.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import functools
 import inspect
@@ -18,6 +18,7 @@ import math
 import numbers
 import operator
 import os
+import types
 import typing
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -137,7 +138,8 @@ class Checked:
   def __init_subclass__(cls, prefix: str = "", root: str = "config."):
     if prefix or root != "config.":  # Else that of its base.
       cls._prefix = f"{root}{prefix}." if prefix else root
-    for name, effects in _effects(cls).items() if root == "config." else ():
+    is_config = cls._prefix.startswith("config.")
+    for name, effects in _effects(cls).items() if is_config else ():
       if not effects:
         raise TypeError(
           f"{cls._prefix}{name}: say what the field affects, such as"
@@ -216,10 +218,20 @@ def accept(name: str, value: Any, kind: Any) -> Any:
   if origin is Literal:
     errors.check_in(name, accept(name, value, str), args)
     return value
+  if origin in (typing.Union, types.UnionType):  # With None.
+    return None if value is None else accept(name, value, args[0])
+  if kind is Any:
+    return value
+  if origin in (dict, Mapping):
+    if not isinstance(value, Mapping):
+      errors.fail_argument(name, value, "an object")
+    return {k: accept(f"{name}.{k}", v, args[1]) for k, v in value.items()}
   if origin is tuple:
     if not isinstance(value, (list, tuple)):
       errors.fail_argument(name, value, f"a {words(kind)}")
     return tuple(accept(name, v, args[0]) for v in value)
+  if hasattr(kind, "of_values") and isinstance(value, Mapping):
+    return kind.of_values(value, f"{name}.")
   if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
     errors.fail_argument(name, value, f"fields of {kind.__name__}")
   allowed = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
@@ -264,6 +276,8 @@ def words(kind: Any, bounds: bool = False) -> str:
     arg = words(args[0])
     example = "a,b" if arg == "str" else "1,2"
     return f"tuple of {arg}, such as {example}" if bounds else f"tuple of {arg}"
+  if origin in (dict, Mapping):
+    return "an object"
   name = plain(kind).__name__
   if bounds and origin is Annotated and args[0] is not str:
     most = args[1].most

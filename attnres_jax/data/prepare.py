@@ -20,7 +20,6 @@ sizes), tokenizer or an option has changed, the command refuses, unless
 from collections.abc import Sequence
 import dataclasses
 import hashlib
-import json
 import os
 import sys
 from typing import Any
@@ -32,6 +31,7 @@ import tqdm
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import files as files_lib
+from attnres_jax.common import records
 from attnres_jax.config import fields
 from attnres_jax.data import documents
 from attnres_jax.data import paths
@@ -49,7 +49,7 @@ def prepare(
   shard_tokens: int = SHARD_TOKENS,
   overwrite: bool = False,
   progress: bool = True,
-) -> dict[str, Any]:
+) -> token_files.Dataset:
   """Writes the token files of both splits, or resumes writing them.
 
   Args:
@@ -60,7 +60,7 @@ def prepare(
     progress: show a bar.
 
   Returns:
-    The content of `dataset.json`.
+    What `dataset.json` says.
 
   Raises:
     ConfigError: a bad source or tokenizer, or an output folder in use.
@@ -70,15 +70,13 @@ def prepare(
   settings = _settings(config, tokenizer, shard_tokens)
   folder = files_lib.check_folder("--output", output)
   dataset = _begin(folder, settings, overwrite)
-  if dataset["complete"]:
+  if dataset.complete:
     return dataset
-  dataset["splits"] = _write_splits(
-    config, tokenizer, folder, shard_tokens, progress
-  )
-  if not dataset["splits"][documents.TRAIN]["tokens"]:
+  splits = _write_splits(config, tokenizer, folder, shard_tokens, progress)
+  if not splits[documents.TRAIN].tokens:
     config_lib.fail("data.path", config.path, "text to train on")
-  dataset["complete"] = True
-  _write_json(folder / token_files.DATASET_FILE, dataset)
+  dataset = token_files.Dataset(True, settings, splits)
+  records.write(folder / token_files.DATASET_FILE, dataset)
   return dataset
 
 
@@ -94,11 +92,10 @@ def _prepare(args: dict[str, Any]) -> None:
   dataset = prepare(
     config, output, shard_tokens=shard_tokens, overwrite=overwrite
   )
-  for split, written in dataset["splits"].items():
+  for split, written in dataset.splits.items():
     print(
-      f"{split}: {written['documents']:,} documents,"
-      f" {written['bytes']:,} bytes, {written['tokens']:,} tokens"
-      f" in {len(written['files'])} files"
+      f"{split}: {written.documents:,} documents, {written.bytes:,} bytes,"
+      f" {written.tokens:,} tokens in {len(written.files)} files"
     )
   print(f"wrote {output}: train with data.source=tokens data.path={output}")
 
@@ -151,21 +148,21 @@ def _settings(
 
 def _begin(
   folder: epath.Path, settings: dict[str, Any], overwrite: bool
-) -> dict[str, Any]:
+) -> token_files.Dataset:
   """Reads `dataset.json` if its settings match, else starts a new one."""
   path = folder / token_files.DATASET_FILE
   entries = list(folder.iterdir()) if folder.is_dir() else []
   if overwrite or not entries:
     _check_ours(folder)
-    dataset = {"complete": False, "settings": settings, "splits": {}}
+    dataset = token_files.Dataset(False, settings, {})
     folder.mkdir(parents=True, exist_ok=True)
     # No settings while old shards are deleted, so that they cannot match.
-    _write_json(path, dataset | {"settings": {}})
+    records.write(path, dataclasses.replace(dataset, settings={}))
     _remove_shards(folder)
-    _write_json(path, dataset)
+    records.write(path, dataset)
   elif path.is_file():
     dataset = token_files.read_dataset("--output", folder)
-    differing = config_lib.differences(dataset["settings"], settings)
+    differing = config_lib.differences(dataset.settings, settings)
     if differing:
       config_lib.fail_argument(
         "--output",
@@ -217,7 +214,7 @@ def _write_splits(
   folder: epath.Path,
   shard_tokens: int,
   progress: bool,
-) -> dict[str, Any]:
+) -> dict[str, token_files.Split]:
   """Writes what is missing, and reads text that both splits share once."""
   opened = sources.open_splits(config)
   writers = {
@@ -244,14 +241,24 @@ def _write_splits(
     for split in splits:
       writers[split].flush()
   return {
-    split: {
-      "files": writer.files,
-      "tokens": writer.total("count"),
-      "documents": writer.total("documents"),
-      "bytes": writer.total("bytes"),
-    }
+    split: token_files.Split(
+      writer.total("documents"),
+      writer.total("bytes"),
+      writer.total("count"),
+      tuple(writer.files),
+    )
     for split, writer in writers.items()
   }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard(token_files.Sidecar):
+  """The sidecar of a file of `prepare`."""
+
+  count: records.Bytes  # pyrefly: ignore[bad-override]
+  documents: records.Bytes
+  bytes: records.Bytes
+  next_document: records.Bytes
 
 
 @dataclasses.dataclass
@@ -276,10 +283,10 @@ class _ShardWriter:
   @property
   def next_document(self) -> int:
     """The first document that no complete shard covers."""
-    return self._sidecars[-1]["next_document"] if self._sidecars else 0
+    return self._sidecars[-1].next_document if self._sidecars else 0
 
   def total(self, key: str) -> int:
-    return sum(sidecar[key] for sidecar in self._sidecars)
+    return sum(getattr(sidecar, key) for sidecar in self._sidecars)
 
   def add(self, document: sources.EncodedDocument) -> bool:
     """Takes a document; returns whether it completes a shard."""
@@ -296,25 +303,25 @@ class _ShardWriter:
       return
     ids = np.concatenate([document.ids for document in self._documents])
     content = ids.tobytes()
-    sidecar = {
-      "dtype": ids.dtype.name,
-      "count": len(ids),
-      "vocab_size": self._tokenizer["vocab_size"],
-      "separator_id": self._tokenizer["separator_id"],
-      "tokenizer": self._tokenizer,
-      "sha256": hashlib.sha256(content).hexdigest(),
-      "documents": len(self._documents),
-      "bytes": sum(len(document.text) for document in self._documents),
-      "next_document": self._documents[-1].number + 1,
-    }
+    sidecar = Shard(
+      dtype=ids.dtype.name,  # pyrefly: ignore[bad-argument-type]
+      count=len(ids),
+      vocab_size=self._tokenizer["vocab_size"],
+      separator_id=self._tokenizer["separator_id"],
+      tokenizer=self._tokenizer,
+      sha256=hashlib.sha256(content).hexdigest(),
+      documents=len(self._documents),
+      bytes=sum(len(document.text) for document in self._documents),
+      next_document=self._documents[-1].number + 1,
+    )
     name = _shard_name(self._split, len(self._sidecars))
     files_lib.write(self._folder / f"{name}.bin", content)
-    _write_json(self._folder / f"{name}.json", sidecar)
+    records.write(self._folder / f"{name}.json", sidecar)
     self._sidecars.append(sidecar)
     self._documents, self._gathered = [], 0
 
 
-def _whole_shards(folder: epath.Path, split: str) -> list[dict[str, Any]]:
+def _whole_shards(folder: epath.Path, split: str) -> list[Shard]:
   """Sidecars of the shards that an earlier call finished."""
   shards = []
   while (folder / f"{_shard_name(split, len(shards))}.json").is_file():
@@ -322,19 +329,12 @@ def _whole_shards(folder: epath.Path, split: str) -> list[dict[str, Any]]:
     token_files.read_header(
       paths.File("data.path", f"{name}.bin", folder / f"{name}.bin")
     )
-    sidecar = folder / f"{name}.json"
-    shards.append(files_lib.read_json(sidecar))
-    for key in ("count", "documents", "bytes", "next_document"):
-      fields.accept(f"{sidecar}: {key}", shards[-1].get(key), token_files.Bytes)
+    shards.append(records.read(folder / f"{name}.json", Shard))
   return shards
 
 
 def _shard_name(split: str, index: int) -> str:
   return f"{split}-{index:05d}"
-
-
-def _write_json(path: epath.Path, value: dict[str, Any]) -> None:
-  files_lib.write(path, json.dumps(value, indent=2) + "\n")
 
 
 if __name__ == "__main__":

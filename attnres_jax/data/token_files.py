@@ -28,13 +28,14 @@ import dataclasses
 import functools
 import hashlib
 import os
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from etils import epath
 import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files as files_lib
+from attnres_jax.common import records
 from attnres_jax.config import fields
 from attnres_jax.data import documents
 from attnres_jax.data import packing
@@ -59,15 +60,46 @@ _PIECE_BYTES = 64 << 10
 _NUM_PIECES = 64
 # Of headers, at a time: a store answers each after tens of milliseconds.
 _REQUESTS = 32
-Bytes = Annotated[
-  int, fields.Accepted(lambda x: x >= 0, "a number of at least 0", 1 << 50)
-]
-"""The numbers that files may state."""
-_SIDECAR = {
-  "dtype": Literal["uint16", "uint32"], "count": Bytes, "header_bytes": Bytes,
-  "vocab_size": fields.Size, "separator_id": fields.Count, "tokenizer": dict,
-  "sha256": str,
-}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sidecar(records.Record):
+  """The JSON beside a token file; see the module."""
+
+  others = True
+  dtype: Literal["uint16", "uint32"]
+  count: records.Bytes | None = None
+  header_bytes: records.Bytes | None = None
+  vocab_size: fields.Size | None = None
+  separator_id: fields.Count | None = None
+  tokenizer: dict[str, Any] | None = None
+  sha256: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Split(records.Record):
+  """What `prepare` has written of a split: numbers, and names of files."""
+
+  others = True
+  documents: records.Bytes
+  bytes: records.Bytes
+  tokens: records.Bytes
+  files: tuple[records.FileName, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset(records.Record):
+  """`dataset.json`; without all splits until it is complete."""
+
+  others = True
+  complete: bool
+  settings: dict[str, Any]
+  splits: dict[str, Split]
+
+  def __post_init__(self):
+    super().__post_init__()
+    for split in documents.SPLITS if self.complete else ():
+      self.require(split in self.splits, "splits", f"one of them, {split}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,17 +252,10 @@ def read_header(file: paths.File) -> TokenFile:
 def _from_sidecar(
   file: paths.File, sidecar: paths.File, size: int
 ) -> TokenFile:
-  try:
-    values = files_lib.read_json(sidecar.path)
-  except ValueError as error:
-    sidecar.fail(f"a sidecar with a JSON object inside ({error})")
+  values = records.read(sidecar.path, Sidecar)
   header = {
-    name: fields.accept(f"{sidecar.path}: {name}", values[name], kind)
-    for name, kind in _SIDECAR.items()
-    if values.get(name) is not None
+    name: value for name, value in vars(values).items() if value is not None
   }
-  if "dtype" not in header:
-    sidecar.fail('a sidecar with "dtype" one of ' + ", ".join(DTYPES))
   dtype = DTYPES[header["dtype"]]
   largest = int(np.iinfo(dtype).max)
   if "vocab_size" in header:
@@ -268,51 +293,41 @@ def _from_llmc_header(file: paths.File) -> TokenFile:
 def _prepared_files(
   field: str, root: epath.Path, split: str
 ) -> list[TokenFile]:
-  written = _finished(field, root)["splits"][split]
+  written = _finished(field, root).splits[split]
   files = _read_headers(
-    [paths.File(field, name, root / name) for name in written["files"]]
+    [paths.File(field, name, root / name) for name in written.files]
   )
-  if sum(map(len, files)) != written["tokens"]:
+  if sum(map(len, files)) != written.tokens:
     paths.File(field, DATASET_FILE, root).fail(
-      f"files of {written['tokens']} {split} tokens, as {DATASET_FILE} says"
+      f"files of {written.tokens} {split} tokens, as {DATASET_FILE} says"
       f" (they have {sum(map(len, files))})"
     )
   return files
 
 
-def _finished(field: str, folder: epath.Path) -> dict[str, Any]:
+def _finished(field: str, folder: epath.Path) -> Dataset:
   """The content of `dataset.json` of a folder that `prepare` has finished."""
   dataset = read_dataset(f"config.{field}", folder)
-  if not dataset["complete"]:
+  if not dataset.complete:
     paths.File(field, DATASET_FILE, folder).fail(
       "a finished folder: prepare was interrupted, rerun it to resume"
     )
   return dataset
 
 
-def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:
-  """The content of `dataset.json`: complete, settings and, if complete, splits.
+def read_dataset(name: str, folder: epath.Path) -> Dataset:
+  """The content of `dataset.json`.
 
   Raises:
     ConfigError: `prepare` did not write it.
   """
   path = folder / DATASET_FILE
   try:
-    dataset = files_lib.read_json(path)
-    for key, kind in (("complete", bool), ("settings", dict), ("splits", dict)):
-      fields.accept(key, dataset[key], kind)
-    for split in documents.SPLITS if dataset["complete"] else ():
-      written = dataset["splits"][split]
-      for key in ("documents", "bytes", "tokens"):
-        fields.accept(key, written[key], Bytes)
-      for file in written["files"]:
-        files_lib.name_from_file(file, "files", DATASET_FILE)
-  except (ValueError, TypeError, KeyError) as error:
-    reason = f"{type(error).__name__}: {error}"
+    return records.read(path, Dataset)
+  except config_lib.ConfigError as error:
     config_lib.fail_argument(
-      name, os.fspath(path), f"a file that prepare has written ({reason})"
+      name, os.fspath(path), f"a file that prepare has written ({error})"
     )
-  return dataset
 
 
 def _check_tokenizer(

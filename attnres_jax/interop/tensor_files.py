@@ -22,6 +22,7 @@ import safetensors.numpy
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
+from attnres_jax.common import records
 from attnres_jax.common import stores
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -91,15 +92,19 @@ def open_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
   return tensors
 
 
+@dataclasses.dataclass(frozen=True)
+class Index(records.Record):
+  """The file of each tensor, of several."""
+
+  others = True
+  weight_map: dict[str, records.FileName]
+
+
 def _open_shards(index: pathlib.Path) -> dict[str, Tensor]:
   try:
-    places = files.read_json(index)["weight_map"]
-    if not isinstance(places, dict):
-      raise ValueError("weight_map is no object")
-  except (KeyError, ValueError) as error:
-    fail(index, f"no index of tensors ({error})")
-  for name in places.values():
-    files.name_from_file(name, "weight_map", index)
+    places = records.read(index, Index).weight_map
+  except config_lib.ConfigError as error:
+    raise TensorFileError(str(error)) from error
   tensors: dict[str, Tensor] = {}
   for name in sorted(set(places.values())):
     path = index.with_name(name)

@@ -11,6 +11,7 @@ our own runs have none: their texts open and end as in training.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import json
 import os
 import pathlib
@@ -22,6 +23,7 @@ import ml_collections
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import files
+from attnres_jax.common import records
 from attnres_jax.config import fields
 from attnres_jax.interop import config_table
 from attnres_jax.interop import tensor_files
@@ -136,17 +138,33 @@ def origin(
   return {}, {}
 
 
-# Keys of interop.json, and their types; `files` has names.
 _DTYPE = Annotated[
   str,
   fields.Accepted(
     lambda name: name in tensor_files.DTYPES, " or ".join(tensor_files.DTYPES)
   ),
 ]
-_FACTS = {
-  "format": str, "family": str, "source": str, "dtype": _DTYPE, "dtypes": dict,
-  "config": dict, "upcycled_from": str, "files": tuple[str, ...],
-}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts(records.Record):
+  """interop.json: what a network began with; `files` are beside it."""
+
+  others = True
+  format: str | None = None
+  family: str | None = None
+  source: str | None = None
+  dtype: _DTYPE | None = None
+  dtypes: dict[str, _DTYPE] | None = None
+  config: dict[str, Any] | None = None
+  upcycled_from: str | None = None
+  files: tuple[records.FileName, ...] = ()
+
+  def __post_init__(self):
+    super().__post_init__()
+    for key in config_table.LENGTHS:
+      length = (self.config or {}).get(key)
+      fields.accept(f"config.{key}", length, fields.Size | None)
 
 
 def _read_facts(
@@ -154,16 +172,8 @@ def _read_facts(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
   path, contents = folder / FACTS, {}
   try:
-    facts = files.read_json(path)
-    for key in _FACTS.keys() & facts.keys():
-      fields.accept(f"{path}: {key}", facts[key], _FACTS[key])
-    for leaf, dtype in facts.get("dtypes", {}).items():
-      fields.accept(f"{path}: {leaf}", dtype, _DTYPE)
-    for key in config_table.LENGTHS:
-      if (length := facts.get("config", {}).get(key)) is not None:
-        fields.accept(f"{path}: {key}", length, fields.Size)
-    for name in facts.get("files", ()):
-      files.name_from_file(name, "files", path)
+    facts = records.read(path, Facts)
+    for name in facts.files:
       if os.path.islink(folder / name):
         raise ValueError(f"{name!r} is a link, which may lead elsewhere")
       contents[name] = files.read(folder / name)
@@ -173,4 +183,4 @@ def _read_facts(
     config_lib.fail_argument(
       "--workdir", str(folder), f"a folder with a readable {FACTS} ({error})"
     )
-  return facts, contents
+  return records.to_values(facts), contents

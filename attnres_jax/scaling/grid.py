@@ -31,6 +31,7 @@ import re
 from typing import Any, TypeVar
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import records
 from attnres_jax.config import load as load_lib
 
 Named = TypeVar("Named", bound=Any)
@@ -56,7 +57,7 @@ _OF_ALL_SCHEMES = dict(
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(records.Record):
   """One run of a sweep.
 
   Attributes:

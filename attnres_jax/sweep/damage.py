@@ -14,6 +14,7 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
+from attnres_jax.common import records
 from attnres_jax.common import stores
 
 
@@ -30,6 +31,12 @@ def read_object(path: epath.PathLike) -> dict[str, Any]:
   """
   with of_file(path):
     return files.read_json(path)
+
+
+def read(path: epath.PathLike, cls: type[records.R]) -> records.R:
+  """`records.read`, which raises a `DamagedError`."""
+  with of_file(path):
+    return records.read(path, cls)
 
 
 @contextlib.contextmanager

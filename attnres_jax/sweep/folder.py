@@ -24,13 +24,15 @@ import contextlib
 import dataclasses
 import json
 import re
-from typing import Any
+from typing import Annotated, Any
 
 from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax import sweep
 from attnres_jax.common import files
+from attnres_jax.common import records
+from attnres_jax.config import fields
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
 from attnres_jax.train import run_folder
@@ -41,6 +43,35 @@ LOG = "log.txt"
 COMPILED = "compiled"
 # Fields that files of other programs do not have.
 _OURS, _RUN_OURS = {SWEEP: ("runs",)}, {RUN: ("name", "config")}
+
+
+def _is_name(name: object) -> bool:
+  """Whether a run may have this name, which stays inside its folder."""
+  expected = r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*"
+  return isinstance(name, str) and bool(re.fullmatch(expected, name))
+
+
+_NAME = Annotated[
+  str,
+  fields.Accepted(
+    _is_name,
+    "names of folders: letters, digits and _.+-, no dot at the start; launch"
+    " the sweep again to rewrite it",
+  ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Index(records.Record):
+  """The list of runs of a sweep.
+
+  Attributes:
+    runs: their names, in order.
+    source: the config file that made them, with its argument.
+  """
+
+  runs: tuple[_NAME, ...]
+  source: str = ""
 
 
 def prepare(
@@ -83,10 +114,7 @@ def prepare(
         raise config_lib.ConfigError(_refusal(folder, old, changed))
       run = dataclasses.replace(run, name=old.name)
     prepared.append(run)
-  texts = {
-    _named(folder, run.name): json.dumps(dataclasses.asdict(run), indent=2)
-    for run in prepared
-  }
+  texts = {_named(folder, run.name): records.to_json(run) for run in prepared}
   # A refused launch writes nothing.
   for name in texts:
     with contextlib.suppress(OSError):
@@ -99,7 +127,7 @@ def prepare(
     try:
       if not files.is_remote(folder):
         (folder / name).mkdir(parents=True, exist_ok=True)
-      files.write(folder / name / RUN, text + "\n")
+      files.write(folder / name / RUN, text)
     except OSError as error:
       # Shown as damaged; the other runs can be trained.
       if files.is_disk_full(error):
@@ -110,10 +138,9 @@ def prepare(
     for name in listed
     if name not in texts and (folder / name / RUN).exists()
   ]
-  index = {"source": source, "runs": order}
-  files.write(folder / SWEEP, json.dumps(index, indent=2) + "\n")
+  records.write(folder / SWEEP, Index(tuple(order), source))
   # As read from the files, where tuples are lists.
-  return [grid.Run(**json.loads(text)) for text in texts.values()]
+  return [records.parse(t, grid.Run, RUN) for t in texts.values()]
 
 
 def names(folder: epath.PathLike) -> list[str]:
@@ -122,15 +149,8 @@ def names(folder: epath.PathLike) -> list[str]:
   Raises:
     DamagedError: the list of runs cannot be read.
   """
-  path = epath.Path(folder) / SWEEP
   with contextlib.suppress(FileNotFoundError):
-    listed = damage.read_object(path).get("runs")
-    if isinstance(listed, list) and all(map(_is_name, listed)):
-      return listed
-    raise damage.DamagedError(
-      f"{path}:1: runs: got {listed!r}, expected names of folders; launch the"
-      " sweep again to rewrite it"
-    )
+    return list(damage.read(epath.Path(folder) / SWEEP, Index).runs)
   return []
 
 
@@ -145,7 +165,7 @@ def read(folder: epath.PathLike) -> list[grid.Run]:
 
 def source(folder: epath.PathLike) -> str:
   """The config file of a folder's sweep, with its argument."""
-  return str(damage.read_object(epath.Path(folder) / SWEEP).get("source"))
+  return damage.read(epath.Path(folder) / SWEEP, Index).source
 
 
 def check_source(
@@ -193,12 +213,6 @@ def _listed(folder: epath.Path) -> list[str]:
     return [name.partition("/")[0] for name in files.glob(folder, f"*/{RUN}")]
 
 
-def _is_name(name: object) -> bool:
-  """Whether a run may have this name, which stays inside its folder."""
-  expected = r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*"
-  return isinstance(name, str) and bool(re.fullmatch(expected, name))
-
-
 def _named(folder: epath.PathLike, name: str) -> str:
   """Checks the name of a run."""
   if not _is_name(name):
@@ -211,9 +225,8 @@ def _named(folder: epath.PathLike, name: str) -> str:
 
 def _read(folder: epath.Path, name: str) -> grid.Run:
   path = folder / name / RUN
-  values = damage.read_object(path)
+  run = damage.read(path, grid.Run)
   with damage.of_file(path):
-    run = grid.Run(**values)
     if run.name != name:
       raise ValueError(f"name: got {run.name!r}, expected {name!r}")
     run_config(run)

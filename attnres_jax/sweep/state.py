@@ -16,7 +16,6 @@ A worker that was killed leaves `running` and a heartbeat that has stopped;
 
 from collections.abc import Callable
 import dataclasses
-import json
 import time
 from typing import Annotated
 
@@ -25,7 +24,7 @@ import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import exits
-from attnres_jax.common import files
+from attnres_jax.common import records
 from attnres_jax.config import fields
 from attnres_jax.sweep import damage
 from attnres_jax.train import account
@@ -55,7 +54,7 @@ FILE = "state.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class State(fields.Checked, root=""):
+class State(records.Record):
   """The state of one run.
 
   Attributes:
@@ -96,9 +95,7 @@ def read(workdir: epath.PathLike) -> State:
   """
   path = epath.Path(workdir) / FILE
   try:
-    values = damage.read_object(path)
-    with damage.of_file(path):
-      return State(**values)
+    return damage.read(path, State)
   except FileNotFoundError:
     return State()
   except damage.DamagedError as error:
@@ -108,8 +105,7 @@ def read(workdir: epath.PathLike) -> State:
 
 
 def write(workdir: epath.PathLike, state: State) -> None:
-  path = epath.Path(workdir) / FILE
-  files.write(path, json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+  records.write(epath.Path(workdir) / FILE, state)
 
 
 class Attempt:

@@ -146,7 +146,8 @@ def _listed(folder: epath.Path) -> dict[str, dict[str, Any]] | None:
     listed = values["files"]
     if values["xxh3"] == _digest_of(listed):
       for name, entry in listed.items():
-        files.name_from_file(name, "files", path, folders=True)
+        if not all(map(files.is_name, name.split("/"))):
+          raise ValueError("not the name of a file below")
         _check_entry(name, entry)
       return listed
   except (OSError, ValueError, KeyError, TypeError, AttributeError):

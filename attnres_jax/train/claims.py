@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import json
 import os
 import re
 import socket
@@ -39,6 +38,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import processes
+from attnres_jax.common import records
 from attnres_jax.common import stores
 
 HeldError = exits.HeldError
@@ -51,7 +51,7 @@ LEASE_SECONDS = 90.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Holder:
+class Holder(records.Record):
   """The holder of a folder.
 
   Attributes:
@@ -364,12 +364,13 @@ def _held(workdir: epath.Path, holder: Holder | None) -> HeldError:
 def _read(path: epath.Path) -> Holder | None:
   """Who holds or held the folder; None if the file does not say."""
   try:
-    return Holder(**json.loads(stores.read(path)))
-  except config_lib.ConfigError:
-    raise
-  except (FileNotFoundError, TypeError, ValueError):
+    content = stores.read(path)
+  except FileNotFoundError:
     return None
+  with contextlib.suppress(config_lib.ConfigError):
+    return records.parse(content, Holder, path)
+  return None
 
 
 def _bytes(holder: Holder) -> bytes:
-  return json.dumps(dataclasses.asdict(holder)).encode()
+  return records.to_json(holder).encode()

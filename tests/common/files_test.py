@@ -77,31 +77,21 @@ def test_a_file_with_the_same_text_is_not_written_again(tmp_path):
   )
 
 
-class TestNameFromFile:
+class TestName:
   """Names in a file of another person stay in its folder, or are refused."""
 
   @given(st.text() | st.text(alphabet="./\\~a\0\n\x1b", max_size=6))
-  @pytest.mark.parametrize("folders", [False, True])
-  def test_a_name_stays_in_its_folder(self, folders, value):
-    try:
-      name = files.name_from_file(value, "files", "a.json", folders=folders)
-    except config_lib.ConfigError as error:
-      assert len(str(error).splitlines()) == 1
-      assert str(error).startswith('a.json: "files": got ')
-      assert str(error).isprintable()
-      return
-    folder = pathlib.Path("/folder/of/it")
-    path = pathlib.Path(os.path.normpath(folder / name))
-    assert name == value and name.isprintable() and "\\" not in name
-    assert path.relative_to(folder).as_posix() == name
-    assert folders or path.parent == folder
+  def test_a_name_stays_in_its_folder(self, value):
+    if files.is_name(value):
+      folder = pathlib.Path("/folder/of/it")
+      path = pathlib.Path(os.path.normpath(folder / value))
+      assert value.isprintable() and "\\" not in value
+      assert path.name == value and path.parent == folder
 
   def test_accepts(self):
     for name in ("a", "model-00001-of-00002.safetensors", "ein Name.json", "é"):
-      assert files.name_from_file(name, "files", "x.json") == name
-    with pytest.raises(config_lib.ConfigError):
-      files.name_from_file("a/b", "files", "x.json")
-    assert files.name_from_file("a/b", "files", "x", folders=True) == "a/b"
+      assert files.is_name(name)
+    assert not any(map(files.is_name, ("a/b", "..", "", 3, [], None)))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not Linux")

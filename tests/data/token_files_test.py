@@ -134,22 +134,15 @@ class TestTokenFiles:
   @pytest.mark.parametrize(
     "changes,message",
     [
-      ({"dtype": "uint8"}, "dtype"), ({"dtype": ["uint16"]}, "dtype"),
-      ({"count": "12"}, "count"), ({"count": True}, "count"),
-      ({"count": 13}, "26 bytes, as x.json says"), ({"count": 11}, "not of 24"),
-      ({"count": 10**30}, "count"),
+      ({"dtype": "uint8"}, "dtype"), ({"count": 11}, "not of 24"),
+      ({"count": 13}, "26 bytes, as x.json says"),
       ({"count": None, "header_bytes": 30}, "30 bytes, as x.json says"),
       ({"count": 10**15}, "it is cut off or damaged"),
-      ({"vocab_size": -3}, "vocab_size"), ({"vocab_size": 0}, "above 0"),
-      ({"vocab_size": 2**31}, "vocab_size"),
-      ({"vocab_size": "many"}, "vocab_size"),
-      ({"vocab_size": 5.0}, "vocab_size"),
       ({"separator_id": 65536}, "to 65535"),
       (
         {"vocab_size": 9, "separator_id": 9},
         '"separator_id" up to 8',
       ),
-      ({"tokenizer": "bytes"}, "tokenizer"), ({"sha256": 5}, "sha256"),
       ({"sha256": "00"}, "SHA-256 00"), (None, "object"),
     ],
   )  # fmt: skip
@@ -159,15 +152,6 @@ class TestTokenFiles:
     with pytest.raises(
       config_lib.ConfigError, match=f"x[.](json|bin).*{message}"
     ):
-      data.open_dataset(self._config(), "train")
-
-  @pytest.mark.parametrize(
-    "content", [b"{", b"[" * 100_000, b"\xff", b""], ids=range(4)
-  )
-  def test_sidecar_that_is_no_json(self, content):
-    self._write("x.bin", _raw(_IDS))
-    (self.folder / "x.json").write_bytes(content)
-    with pytest.raises(config_lib.ConfigError, match="x.json'.*JSON"):
       data.open_dataset(self._config(), "train")
 
   @pytest.mark.parametrize("num_threads", [0, 2])
@@ -221,9 +205,7 @@ class TestTokenFiles:
   @pytest.mark.parametrize(
     "change",
     [
-      {"complete": 1}, {"settings": []}, {"splits": 3}, {"splits": {}},
-      {"splits": {"train": {"files": ["x.bin"]}}}, {"files": ["../x.bin"]},
-      {"files": [3]}, {"files": None}, {"tokens": -1}, {"tokens": "many"},
+      {"complete": 1}, {"splits": {}}, {"files": ["../x.bin"]},
     ],
   )  # fmt: skip
   def test_bad_dataset_files(self, change):

@@ -66,8 +66,6 @@ DAMAGE = {
   for way, damage in WAYS.items()
 } | {
   "status": ("state.json", _spoil(lambda s: s.update(status="great"))),
-  "attempts": ("state.json", _spoil(lambda s: s.update(attempts="three"))),
-  "new field": ("state.json", _spoil(lambda s: s.update(mood="good"))),
   "nan": ("summary.json", _spoil(lambda s: s.update(validation_loss=None))),
   "below 0": ("summary.json", _spoil(lambda s: s.update(validation_loss=-1))),
   "no loss": ("summary.json", _spoil(lambda s: s.pop("validation_loss"))),
