@@ -109,7 +109,7 @@ def prepare(
   for run in runs:
     old = by_key.get(_key(run.overrides))
     if old is not None and run.name not in listed:
-      changed = _changes(old, run)
+      changed = run_folder.harmful(run_config(old), run_config(run))
       if changed:
         raise config_lib.ConfigError(_refusal(folder, old, changed))
       run = dataclasses.replace(run, name=old.name)
@@ -235,21 +235,6 @@ def _read(folder: epath.Path, name: str) -> grid.Run:
 
 def _key(overrides: Mapping[str, Any]) -> str:
   return json.dumps(overrides, sort_keys=True)
-
-
-def _changes(old: grid.Run, new: grid.Run) -> dict[str, tuple[Any, Any]]:
-  """The differences between configs that should compute the same."""
-  pairs = config_lib.differences(*(_plain(run_config(r)) for r in (old, new)))
-  return {
-    name: pair
-    for name, pair in pairs.items()
-    if not run_folder.is_harmless(name)
-  }
-
-
-def _plain(config: config_lib.RunConfig) -> dict[str, Any]:
-  """A config as JSON, in which tuples and lists are the same."""
-  return json.loads(config_lib.to_json(config))
 
 
 def _refusal(

@@ -120,9 +120,7 @@ def changes(
     )
   # A field that did not exist then had its default.
   old = config_lib.build_run_config(info["config"])
-  changed = config_lib.differences(
-    *(json.loads(config_lib.to_json(c)) for c in (old, config))
-  )
+  changed = harmful(old, config)
   lengths = (old.train.steps, config.train.steps)
   step = max(checkpoint.all_steps(workdir), default=old.train.steps)
   settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
@@ -130,9 +128,6 @@ def changes(
   # A run that is cut to what it has done would not be evaluated at its end.
   if step <= settled and step < config.train.steps and not averages:
     changed.pop("train.steps", None)
-  changed = {
-    field: values for field, values in changed.items() if not is_harmless(field)
-  }
   now = fingerprints(descriptions)
   unknown = dict.fromkeys(now, "not recorded")
   before = info.get("fingerprints", unknown)
@@ -193,6 +188,16 @@ def damaged(workdir: epath.Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
       causes[name] = " ".join(str(error).split())
   return causes
+
+
+def harmful(
+  old: config_lib.RunConfig, new: config_lib.RunConfig
+) -> dict[str, tuple[Any, Any]]:
+  """Fields in which two runs differ that should compute the same."""
+  # As JSON, in which tuples and lists are the same.
+  texts = (json.loads(config_lib.to_json(config)) for config in (old, new))
+  pairs = config_lib.differences(*texts)
+  return {name: pair for name, pair in pairs.items() if not is_harmless(name)}
 
 
 def is_harmless(field: str) -> bool:
