@@ -217,7 +217,7 @@ class DepthAttention(base.Residual):
     return base.query_input(self.reader.attend(read, sources))
 
   def mean_weights(self, l: int, sources: Sequence[jax.Array]) -> jax.Array:
-    """For `depth_weights`: those of read l (from 0), [M, B, T]."""
+    """Weights of read l (from 0) for `depth_weights`, [M, B, T]."""
     read = self.queries.single(l)
     return definition.mean_weights(self.options, read, sources, self.eps)
 
@@ -227,8 +227,8 @@ class TwoPhases(definition.OneSoftmax):
   """All reads of a segment at once, then a merge for each that needs one.
 
   Attributes:
-    norm_apart: whether the norm of a mixture without open source is an operator
-      of its own, rather than fused by compilers.
+    norm_apart: whether the norm of a mixture without open source is a separate
+      operator, rather than fused by compilers.
   """
 
   norm_apart: bool = True

@@ -36,7 +36,7 @@ class Options(config_lib.DepthAttentionConfig):
 
 
 class Carry(NamedTuple):
-  """Values before a segment, if needed, and its own."""
+  """Values before a segment, if its reads need them, and values of it."""
 
   earlier: tuple[jax.Array, ...]
   opened: tuple[jax.Array, ...]
