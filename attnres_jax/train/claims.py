@@ -23,6 +23,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import json
 import os
 import re
 import socket
@@ -373,4 +374,4 @@ def _read(path: epath.Path) -> Holder | None:
 
 
 def _bytes(holder: Holder) -> bytes:
-  return records.to_json(holder).encode()
+  return json.dumps(records.to_values(holder)).encode()
