@@ -15,6 +15,7 @@ import pytest
 
 from attnres_jax import config as c
 from attnres_jax import main
+from attnres_jax.config import dotted
 from attnres_jax.config import fields
 from attnres_jax.config import load
 from attnres_jax.data import sources
@@ -508,7 +509,7 @@ def test_choices_are_those_of_the_registries():
     "optim.schedule": schedules.SCHEDULES,
   }
   for name, registry in registries.items():
-    assert set(typing.get_args(load._kind(name, ""))) == set(registry)
+    assert set(typing.get_args(dotted.kind_of(name, ""))) == set(registry)
     with pytest.raises(c.ConfigError, match=f"^config.{name}: got 'x"):
       c.load_config(MICRO, {name: "xx"})
 

@@ -27,9 +27,9 @@ from attnres_jax.common import exits
 from attnres_jax.common import plans
 from attnres_jax.common import text_table
 from attnres_jax.config import describe
+from attnres_jax.config import dotted
 from attnres_jax.config import errors
 from attnres_jax.config import fields as fields_lib
-from attnres_jax.config import load
 
 T = TypeVar("T")
 # Types of arguments whose text is no path, so that ~ stays.
@@ -226,7 +226,7 @@ class Parser(argparse.ArgumentParser):
       r"unrecognized arguments: --?(?:config\.)?(\w+)", message
     )
     if unknown and self._has_config:
-      message += load.hint(unknown[1])
+      message += dotted.hint(unknown[1])
     stop(message)
 
   def _check_numbers(self, options: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ import ast
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
-import difflib
 import importlib.machinery
 import inspect
 import json
@@ -21,8 +20,8 @@ from typing import Any, TypeVar
 from etils import epath
 import ml_collections
 
-from attnres_jax.config import describe
 from attnres_jax.config import dicts
+from attnres_jax.config import dotted
 from attnres_jax.config import fields as fields_lib
 from attnres_jax.config.errors import ConfigError
 from attnres_jax.config.errors import choose
@@ -43,8 +42,6 @@ _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # such as (a|b); and commas between words, not those of a{1,2}.
 _QUOTED = re.compile(r"""\s*[\[(]?\s*(['"]|[\])]\s*$)""")
 _COMMA = re.compile(r",(?![^({\[]*[)}\]])")
-# How alike names have to be, of 1.
-_ALIKE = 0.7
 # False, true, and so on.
 _TRUTHS = ("false", "true", "0", "1", "no", "yes")
 
@@ -154,7 +151,7 @@ def residual_config(
   for option, value in dicts.flatten(given).items():
     if option.split(".")[0] in kinds:
       continue
-    _kind(_RESIDUAL + option, value)
+    dotted.kind_of(_RESIDUAL + option, value)
     owner = fields_lib.with_field(ResidualConfig, option.split(".")[0])
     default = operator.attrgetter(option)(owner())
     effects = fields_lib.affected(ResidualConfig, option)
@@ -224,7 +221,7 @@ def load_config(
     for name, value in (overrides or {}).items():
       _set(config, name, value)
     for name, value in (overrides or {}).items():
-      for other, default in _undone(name) if value else ():
+      for other, default in dotted.undone(name) if value else ():
         if other not in (overrides or {}):
           _set(config, other, default)
     values = config.to_dict()
@@ -271,7 +268,7 @@ def parse_field(name: str, text: str) -> Any:
   Raises:
     ConfigError: there is no such field, or the text does not fit its type.
   """
-  kind = _kind(name, text)
+  kind = dotted.kind_of(name, text)
   if dataclasses.is_dataclass(kind):
     names = ", ".join(field.name for field in dataclasses.fields(kind))
     fail(name, text, f"one of its fields: {names}")
@@ -339,7 +336,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
       raise ConfigError(
         f"config argument {key!r}: unknown, expected one of "
         + ", ".join(sorted(defaults))
-        + hint(key)
+        + dotted.hint(key)
       )
     try:
       values[key] = _parse(text if given else "true", type(defaults[key]))
@@ -412,75 +409,9 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
   return cls(**given)
 
 
-def _undone(name: str) -> Iterator[tuple[str, Any]]:
-  """Fields in whose place one is that was set, and their defaults."""
-  parent, _, leaf = name.rpartition(".")
-  cls = _kind(parent, None) if parent else RunConfig
-  for group in cls.alternatives if leaf in sum(cls.alternatives, ()) else ():
-    for field in dataclasses.fields(cls) if leaf not in group else ():
-      if field.name in group:
-        yield f"{parent}.{field.name}", field.default
-
-
-def _meant(word: str) -> str:
-  """The field that an unknown name most likely means, or nothing."""
-  names = {
-    name: name.split(".")[-1]
-    for name in dicts.flatten(dicts.to_dict(RunConfig()))
-  }
-  words = word.replace("_", " ")
-
-  def likeness(name: str) -> float:
-    leaf = names[name]
-    if leaf == word:
-      return 3
-    if word in leaf.split("_"):
-      return 2
-    if re.match(rf"{re.escape(words)}\b", _meaning(name)):
-      return 1.5
-    return difflib.SequenceMatcher(None, leaf, word).ratio()
-
-  best = max(names, key=likeness)
-  return best if likeness(best) > _ALIKE else ""
-
-
-def _meaning(name: str) -> str:
-  """What the docstring says of a field."""
-  parent, _, leaf = name.rpartition(".")
-  cls = _kind(parent, None) if parent else RunConfig
-  cls = fields_lib.with_field(cls, leaf)
-  return describe.meanings(cls).get(leaf, "")
-
-
-def hint(word: str) -> str:
-  """A question after an unknown name of a field or flag; may be empty."""
-  meant = _meant(word.rpartition(".")[2])
-  return f" (did you mean config.{meant}?)" if meant else ""
-
-
-def _kind(name: str, value: Any) -> Any:
-  """The type of the field of a dotted name."""
-  kind, parts = RunConfig, name.split(".")
-  for depth, part in enumerate(parts, start=1):
-    if not dataclasses.is_dataclass(kind):
-      fail(name, value, "the name of a field")
-    kinds = fields_lib.kinds(fields_lib.with_field(kind, part))
-    if part not in kinds and kind is ResidualConfig:  # Of another scheme.
-      importlib.import_module(_REGISTRY)
-      kinds = fields_lib.kinds(fields_lib.with_field(kind, part))
-    if part not in kinds:
-      names = {
-        name for c in fields_lib.family(kind) for name in fields_lib.kinds(c)
-      }
-      listed = ", ".join(sorted(names))
-      fail(".".join(parts[:depth]), part, f"one of {listed}{hint(part)}")
-    kind = kinds[part]
-  return kind
-
-
 def _set(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
   """Replaces a field, or the value that a reference in its place points to."""
-  _kind(name, value)
+  dotted.kind_of(name, value)
   *parents, leaf = name.split(".")
   for part in parents:
     if part not in config:
