@@ -17,7 +17,6 @@ from attnres_jax import config as c
 from attnres_jax import main
 from attnres_jax.config import dotted
 from attnres_jax.config import fields
-from attnres_jax.config import load
 from attnres_jax.data import sources
 from attnres_jax.data import tokenizer
 from attnres_jax.models import residuals
