@@ -33,7 +33,7 @@ help:
 	@echo "                cores), the same way; runs/first_law/report.html"
 	@echo "make pod        compile the 48B training step for 64 TPU v5p chips, without"
 	@echo "                having them, and report memory and time (about 5 minutes)"
-	@echo "make test       run every law once (about 7 minutes on 2 cores)"
+	@echo "make test       run every law once (about 5 minutes on 2 cores)"
 	@echo "make test-all   run more cases and longer tests, too (about 15 minutes)"
 	@echo "make test-slow  run all of these and the slow tests"
 	@echo "make lint       check style and types"

@@ -52,11 +52,12 @@ def _kinds(tree):
   }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "microbatches,mixers",
   [
     (1, ("attention",)),
-    pytest.param(2, ("kda", "mla"), marks=pytest.mark.more),
+    (2, ("kda", "mla")),
     pytest.param(1, ("kda", "mla"), marks=pytest.mark.slow),
   ],
 )

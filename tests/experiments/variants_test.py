@@ -33,7 +33,7 @@ def _runs(study, arg):
 
 
 @tiers.parametrize(
-  "scale", ["demo", "laptop", "deep", "d768", "paper"], first=["demo", "paper"]
+  "scale", ["demo", "laptop", "deep", "d768", "paper"], first=["demo"]
 )
 @pytest.mark.parametrize("name", STUDIES)
 def test_variants(name, scale):

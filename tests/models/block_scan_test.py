@@ -104,7 +104,7 @@ def _value(layers, module, embedding, *, remat, depth_loop, kinds=None):
     pytest.param(8, "dots", 2, marks=pytest.mark.slow),
     pytest.param(6, "full", 1, marks=pytest.mark.slow),
   ],
-  first=[8],
+  first=0,
 )
 def test_scan_is_unrolled(num_sublayers, remat, block_size):
   results, scans = _both_forms(

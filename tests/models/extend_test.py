@@ -148,6 +148,7 @@ def test_every_scheme_in_bfloat16(name, tokens_T):
   _check(model, tokens_T, 0.1)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   "dtype,tolerance",
   # Roundings of activations differ between the forms.
