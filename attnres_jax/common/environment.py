@@ -13,6 +13,7 @@ from typing import Any
 from attnres_jax import config as config_lib
 
 _ROOT = pathlib.Path(__file__).parents[2]
+_CODE = ":/", ":(exclude,top)*.csv"
 
 
 def facts() -> dict[str, str]:
@@ -49,6 +50,7 @@ def jax_version() -> str:
 def commit() -> str:
   """Short hash of this checkout, with a plus if files were changed.
 
+  CSV files do not count: they are rows, to which commands add some.
   "unknown" without git and for an installed package, even if its environment is
   inside a repository.
   """
@@ -56,7 +58,7 @@ def commit() -> str:
     if pathlib.Path(_git("rev-parse", "--show-toplevel")) != _ROOT.resolve():
       return "unknown"
     commit = _git("rev-parse", "--short=10", "HEAD")
-    return commit + ("+" if _git("status", "--porcelain") else "")
+    return commit + ("+" if _git("status", "--porcelain", "--", *_CODE) else "")
   except (OSError, subprocess.CalledProcessError):
     return "unknown"
 

@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -112,6 +113,7 @@ def _compile(
   lower: Callable[..., Any], args: tuple[Any, ...], name: str
 ) -> None:
   """The work of the process that is stopped."""
+  threading.Thread(target=_end_with_parent, daemon=True).start()
   import jax
 
   jax.config.update("jax_platforms", "cpu")
@@ -121,6 +123,14 @@ def _compile(
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
     (pathlib.Path(name) / _REFUSED).write_text(str(error))
+
+
+def _end_with_parent() -> None:
+  """If that is killed, a compiler would go on for minutes."""
+  parent = multiprocessing.parent_process()
+  assert parent is not None
+  parent.join()
+  os._exit(1)
 
 
 def _program(folder: pathlib.Path) -> str:

@@ -47,6 +47,8 @@ def repository(tmp_path, monkeypatch):
 def test_commit_says_whether_files_were_changed(repository):
   clean = environment.commit()
   assert re.fullmatch("[0-9a-f]{10}", clean)
+  (repository / "rows.csv").write_text("added,by,a,command")
+  assert environment.commit() == clean
   (repository / "file").write_text("two")
   assert environment.commit() == clean + "+"
 
