@@ -9,6 +9,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import topology
 from attnres_jax.plan import report
 from attnres_jax.plan import schedule
+from attnres_jax.plan import text
 
 pytestmark = [pytest.mark.needs("libtpu"), pytest.mark.slow]
 
@@ -39,10 +40,10 @@ def test_equals_the_whole_program():
   # All but the program itself, which lies in the same memory.
   assert plan["peak_bytes"] == pytest.approx(compiled["peak_bytes"], rel=0.1)
   assert plan["compile_seconds"] < compiled["compile_seconds"]
-  *rest, last = report.to_text(plan).splitlines()
+  *rest, last = text.to_text(plan).splitlines()
   # Between the table of memory and the last line, which is about compiling.
   at = slice(rest.index("", 3), None)
-  *same, _ = report.to_text(compiled).splitlines()
+  *same, _ = text.to_text(compiled).splitlines()
   assert rest[at] == same[same.index("", 3) :]
   assert last.startswith("compiled up to its schedule in")
 
@@ -57,8 +58,8 @@ def test_what_does_not_fit():
   else:
     assert plan["peak_bytes"] > plan["hbm_bytes"]
     assert plan["headroom_bytes"] < 0
-  text = report.to_text(plan)
-  assert "does not fit" in text and "largest arrays" in text
+  shown = text.to_text(plan)
+  assert "does not fit" in shown and "largest arrays" in shown
 
 
 def test_other_errors_are_raised():
