@@ -106,8 +106,8 @@ class File(NamedTuple):
     with stores.reaching(self.path):
       about = stores.client(self.path).info(os.fspath(self.path))
     # Not the rest: Autoclass changes the class of what is read or is not.
-    told = about.get("generation") or about.get("ETag") or about
-    version = f"{os.fspath(self.path)} {told}"
+    revision = about.get("generation") or about.get("ETag") or about
+    version = f"{os.fspath(self.path)} {revision}"
     key = hashlib.sha256(version.encode()).hexdigest()[:16]
     copy = pathlib.Path(folder).expanduser() / key / self.path.name
     if not copy.exists():

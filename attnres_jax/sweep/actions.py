@@ -38,17 +38,17 @@ def act(experiment: cli.Experiment, options: argparse.Namespace) -> int:
 
 def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   settings = _settings(options.set)
-  told = launchers.Options(
+  launch_options = launchers.Options(
     options.max_parallel, options.dry_run, settings, options.only
   )
-  launcher = launchers.load(options.launcher, told)
+  launcher = launchers.load(options.launcher, launch_options)
   start = functools.partial(launchers.launch, options.launcher)
   folder = epath.Path(options.workdir)
   runs: list[grid.Run] = options.runs
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
   prices = budget.prices(selected, plans.rows(options.plans))
-  place = budget.place_of(launchers.read(launcher, told))
+  place = budget.place_of(launchers.read(launcher, launch_options))
   if options.max_chip_hours is not None:
     name = None if place and "gpus=" in place else place
     budget.check(
@@ -64,9 +64,9 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
       return 1
   if not options.dry_run:
     # What the launcher refuses is told before anything is written.
-    told_dry = dataclasses.replace(told, dry_run=True)
+    dry_options = dataclasses.replace(launch_options, dry_run=True)
     with open(os.devnull, "w") as out, contextlib.redirect_stdout(out):
-      start(selected, folder, told_dry)
+      start(selected, folder, dry_options)
     page = folder / cli.REPORT
     if page.exists() and not (folder / folder_lib.SWEEP).exists():
       files.fail_foreign("--workdir", folder, cli.REPORT)
@@ -74,7 +74,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
     plans.copy(options.plans, folder)
   selected = grid.select(runs, options.only)
   if options.dry_run:
-    return start(selected, folder, told)
+    return start(selected, folder, launch_options)
   launched = {run.name for run in selected}
 
   def report() -> list[monitor.Progress]:
@@ -88,7 +88,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
 
   print(f"{folder / cli.REPORT} follows the runs", flush=True)
   with _regularly(report, experiment.refresh_seconds):
-    result = start(selected, folder, told)
+    result = start(selected, folder, launch_options)
   print("drawing the report", flush=True)
   progress = report()
   print(f"report: {folder / cli.REPORT}")

@@ -6,7 +6,6 @@ from typing import Any
 
 from matplotlib import figure as figure_lib
 
-from attnres_jax import config as config_lib
 from attnres_jax.analysis import figures
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
@@ -19,6 +18,8 @@ from experiments.pages import readme
 Row = Mapping[str, Any]
 
 BASELINE = "prenorm"
+# Of a law.
+LEAST_SIZES = 3
 # What a scheme pays with: column of a row, its unit, and words.
 PRICES = {
   "compute_attention": ("PFLOP/s-days", "FLOPs"),
@@ -114,16 +115,17 @@ def worth(
 ) -> fit_lib.Estimate | None:
   """How many times what a scheme paid PreNorm pays for the same loss.
 
-  None unless three sizes have been run on one kind of device.
+  None unless both have three sizes, for seconds on one kind of device.
+
+  Raises:
+    ConfigError: a run diverged, or PreNorm does not improve with size.
   """
   if len({row["device"] for row in rows}) > 1 and "seconds" in price:
     return None
-  try:
-    return speedup.effective_speedup(
-      runs_of(rows, BASELINE, price), runs_of(rows, scheme, price)
-    )
-  except config_lib.ConfigError:
+  baseline, other = (runs_of(rows, name, price) for name in (BASELINE, scheme))
+  if len({*baseline.size} & {*other.size}) < LEAST_SIZES:
     return None
+  return speedup.effective_speedup(baseline, other)
 
 
 def answer(rows: Sequence[Row]) -> str:
@@ -180,5 +182,5 @@ def figure(rows: Sequence[Row]) -> figure_lib.Figure:
     )
     figures.style(axes)
   panels[0].set_ylabel("validation loss, nats per byte")
-  panels[0].legend(frameon=False)
+  figures.legend(drawn, panels[0])
   return drawn

@@ -117,3 +117,10 @@ def test_two_sizes_or_two_devices_have_no_law():
     row["device"] = f"1 x {row['size']}"
   assert report.worth(rows, "block_attnres", "training_seconds") is None
   assert report.worth(rows, "block_attnres", "compute_attention") is not None
+
+
+def test_a_run_that_diverged_is_not_hidden():
+  rows = list(_rows(["0.25m", "1m", "4m"]))
+  rows[-1]["validation_loss"] = "9.0"
+  with pytest.raises(config_lib.ConfigError):
+    report.answer(rows)
