@@ -15,7 +15,8 @@ from attnres_jax.config.errors import fail
 from attnres_jax.config.residual import ResidualConfig
 from attnres_jax.config.run import RunConfig
 
-_REGISTRY = "attnres_jax.models.residuals"
+# Schemes, and the classes of their options.
+REGISTRY = "attnres_jax.models.residuals"
 # How alike names have to be, of 1.
 _ALIKE = 0.7
 
@@ -28,7 +29,7 @@ def kind_of(name: str, value: Any) -> Any:
       fail(name, value, "the name of a field")
     kinds = fields_lib.kinds(fields_lib.with_field(kind, part))
     if part not in kinds and kind is ResidualConfig:  # Of another scheme.
-      importlib.import_module(_REGISTRY)
+      importlib.import_module(REGISTRY)
       kinds = fields_lib.kinds(fields_lib.with_field(kind, part))
     if part not in kinds:
       names = {

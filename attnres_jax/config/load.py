@@ -35,7 +35,6 @@ from attnres_jax.config.schemes import SCHEMES
 T = TypeVar("T")
 # What stands for the folder of configs, and that folder: a link in a clone.
 _INSTALLED = "attnres_jax"
-_REGISTRY = "attnres_jax.models.residuals"
 _RESIDUAL = "model.residual."
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # The beginning of a tuple of words as Python writes it, not of an expression
@@ -175,7 +174,9 @@ def _options_of(name: str) -> type[ResidualConfig]:
     ConfigError: there is no such scheme; lists the schemes by family.
   """
   field = f"{_RESIDUAL}name"
-  if _REGISTRY not in sys.modules:  # Else a config file may have added some.
+  if (
+    dotted.REGISTRY not in sys.modules
+  ):  # Else a config file may have added some.
     choose(field, name, {n: n for f in SCHEMES.values() for n in f}, SCHEMES)
   from attnres_jax.models import residuals
 
