@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four networks at several sizes, each at its own learning rate.
 
-part      rates: three learning rates per scheme at the smallest size, one seed,
+part      rates: learning rates of each scheme at the pilot's size, one seed,
           half the tokens
           gain: each scheme at its own rate at every size, four other seeds
 residual  prenorm, block_attnres, full_attnres or denseformer
-size      1m, 4m or 16m, or the pilot's 0.25m: parameters without embeddings
+size      0.07m, 0.14m, 0.25m (the pilot's), 1m, 4m or 16m: parameters without
+          embeddings
 budget    multiple of twenty tokens per parameter
 runlocal  shrinks everything to seconds, to try things out
 """
@@ -47,6 +48,8 @@ class Size(NamedTuple):
 
 NAME = "gain_by_size_"
 SIZES: Mapping[str, Size] = {
+  "0.07m": Size(32, 5, 2, 4),
+  "0.14m": Size(48, 5, 2, 6),
   "0.25m": Size(64, 5, 2, 8),
   "1m": Size(96, 9, 3, 16),
   "4m": Size(160, 12, 4, 32),
@@ -57,6 +60,12 @@ LENGTH, HEAD_WIDTH, MLP_MULTIPLE = 256, 32, 32
 TOKENS_PER_PARAMETER = 20
 SCHEMES = ("prenorm", "block_attnres", "full_attnres", "denseformer")
 TRIED_RATES = (0.0025, 0.005, 0.01)
+# A scheme whose lowest loss is at an end tries the next rate there.
+TRIED_NEXT: Mapping[str, tuple[float, ...]] = {
+  "prenorm": (0.02,),
+  "block_attnres": (0.00125,),
+  "denseformer": (0.02,),
+}
 # Each scheme's own rate at the pilot's width: the lowest loss of part=rates. At
 # another width it is divided by the ratio of widths. Empty until part=rates
 # has run.
@@ -113,7 +122,7 @@ def sweep(add: Callable[..., Any], arg: str | None = None) -> None:
 
 def _rates(add: Callable[..., Any]) -> None:
   for scheme in SCHEMES:
-    for rate in TRIED_RATES:
+    for rate in (*TRIED_RATES, *TRIED_NEXT.get(scheme, ())):
       _add(
         add, RATE_SEED, size=PILOT, residual=scheme, budget=RATE_BUDGET,
         **{"optim.peak_lr": rate},
