@@ -10,8 +10,8 @@
     print(decoder.add(id), end="")
   print(decoder.end())
 
-`sample`, the harness and exports all turn text into tokens and back with this
-object. It has two origins:
+`sample` and exports turn text into tokens and back with this object. It has two
+origins:
 
 - A run of ours: the tokenizer's separator opens and ends every document.
 - An imported checkpoint, which is a vocabulary file with an `interop.json`

@@ -14,8 +14,6 @@ from attnres_jax.sweep import cli
 from tests.docs import pages
 
 ROOT = pages.ROOT
-# lm_eval has the parser; tests/interop/harness_test.py runs this one.
-HARNESS = "attnres_jax.interop.harness"
 FIELDS = config_lib.flatten(config_lib.default_config().to_dict())
 _PARTS = "|".join({name.partition(".")[0] for name in FIELDS if "." in name})
 FIELD = rf"(?:config\.|`)((?:{_PARTS})\.[a-z_.]+[a-z])(?![\w.(])"
@@ -42,8 +40,6 @@ def _parse(module, arguments):
 def test_commands_parse(page, monkeypatch):
   monkeypatch.chdir(ROOT)
   for module, arguments in pages.commands(page):
-    if module == HARNESS:
-      continue
     # A recipe names the copy of a template, and what its reader fills in.
     module = module.replace("experiments.mine.", "experiments.TEMPLATE.")
     arguments = [

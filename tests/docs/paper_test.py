@@ -2,7 +2,7 @@
 """Every command of docs/paper.md runs, as small as it gets.
 
 Networks are small, sweeps say what they would start, and no committed file is
-written. `tests/interop/harness_test.py` runs the command of Table 3.
+written. `tests/interop/scores_test.py` runs the command of Table 3.
 """
 
 import os
@@ -28,7 +28,6 @@ ITEMS = (
   "Eq. 2-6", "Eq. 7", "Eq. 8", "Alg. 1",
 )  # fmt: skip
 COMMAND = re.compile(r"`((?:make|python -m) [^`]+)`")
-HARNESS = "attnres_jax.interop.harness"
 SWEEPS = ("demo", "scaling_law", "ablations", "block_size", "arch_sweep")
 # What makes a command small, by its module.
 SMALL = {
@@ -72,7 +71,7 @@ def test_every_item_has_a_command():
     some = [c for items, c in rows() if re.search(rf"{item}\b", items)]
     assert some, item
     assert any(some) or item == "Table 3", item
-  assert f"python -m {HARNESS} " in TEXT.partition("## Table 3")[2]
+  assert " lm_eval --model=hf " in TEXT.partition("## Table 3")[2]
 
 
 @pytest.mark.more

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any damage to the files of a run, finished or interrupted, and of a sweep.
+"""Any damage to the files of a run, finished or interrupted.
 
 What the damage did not touch has to be there afterwards, byte for byte, and a
 run that is resumed to its end has to end in the weights of an undisturbed one.
@@ -8,9 +8,7 @@ run that is resumed to its end has to end in the weights of an undisturbed one.
 import dataclasses
 import json
 import pathlib
-import resource
 import shutil
-import time
 
 from hypothesis import strategies as st
 import jax
@@ -19,11 +17,9 @@ import pytest
 
 from attnres_jax.common import command_line
 from attnres_jax.inference import sample
-from attnres_jax.sweep import cli
 from attnres_jax.train import checkpoint
 from tests import tiny_run
 from tests.fuzz import laws
-from tests.sweep import tiny_sweep
 
 # When one read of a checkpoint fails, orbax closes the event loop of the rest.
 # Only pytest reports that.
@@ -58,13 +54,11 @@ class Runs:
   fields: dict
   finished: pathlib.Path
   interrupted: pathlib.Path
-  sweep: pathlib.Path
   weights: list
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-  """A run and a sweep."""
   root = tmp_path_factory.mktemp("runs")
   with pytest.MonkeyPatch.context() as patch, tiny_run.traced_once():
     # Of what is printed, only that it can be.
@@ -73,20 +67,10 @@ def runs(tmp_path_factory):
     tiny_run.train_here(root / "finished", fields)
     shutil.copytree(root / "finished", root / "interrupted")
     tiny_run.rewind(root / "interrupted", 4)
-    source = tiny_sweep.write(root / "tiny.py")
-    for run, kind in zip(
-      tiny_sweep.prepare(root / "sweep", source), ("finished", "interrupted")
-    ):
-      shutil.copytree(
-        root / kind, root / "sweep" / run.name, dirs_exist_ok=True
-      )
-      state = {"status": "done" if kind == "finished" else "stopped"}
-      (root / "sweep" / run.name / "state.json").write_text(json.dumps(state))
     yield Runs(
       fields,
       root / "finished",
       root / "interrupted",
-      root / "sweep",
       _weights(root / "finished"),
     )
 
@@ -209,82 +193,3 @@ def test_verify(runs, damaged):
           assert f"step {step}: damaged" in out and status == 1, name
 
   damaged(runs.finished, act)
-
-
-def _numbers(values):
-  """Each object or list in a JSON value, with the key of each number in it."""
-  pairs = ()
-  if isinstance(values, dict):
-    pairs = values.items()
-  elif isinstance(values, list):
-    pairs = enumerate(values)
-  for key, value in list(pairs):
-    if type(value) in (int, float):
-      yield values, key
-    yield from _numbers(value)
-
-
-def _sized(folder, sizes):
-  """Puts each size into the place of each number of each JSON, one by one."""
-  for path in sorted(folder.rglob("*")):
-    if path.suffix not in (".json", ".jsonl"):
-      continue
-    text = path.read_text()
-    # Of rows, the last; the others are read in the same way.
-    *rows, last = text.splitlines() if path.suffix == ".jsonl" else [text]
-    values = json.loads(last)
-    for place, key in _numbers(values):
-      good = place[key]
-      for size in sizes:
-        place[key] = size
-        path.write_text("\n".join([*rows, json.dumps(values)]) + "\n")
-        yield f"{path.relative_to(folder)}: {key} = {size:g}"
-      place[key] = good
-    path.write_text(text)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-  "sizes,every",
-  [
-    ((10**12,), 12),
-    pytest.param(
-      (-1, 0, 2**31, 3e8, 10**12, 10**20, 1e300), 1, marks=pytest.mark.slow
-    ),
-  ],
-)
-def test_no_number_makes_a_reader_large_or_slow(runs, tmp_path, sizes, every):
-  """Any number in the JSON files of a run and of its sweep has any size."""
-  sweep = tmp_path / "sweep"
-  _copy(runs.sweep, sweep)
-  (run,) = [path.parent for path in sweep.glob("*/summary.json")]
-  out = f"--out={tmp_path / 'out.csv'}"
-  peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  cases = 0
-  for number, case in enumerate(_sized(sweep, sizes)):
-    if number % every:
-      continue
-    in_run = case.startswith(run.name)
-    for command, *arguments in (
-      (cli.main, tiny_sweep.EXPERIMENT, ["status", f"--workdir={sweep}"]),
-      (cli.main, tiny_sweep.EXPERIMENT, ["collect", f"--workdir={sweep}", out]),
-      *(
-        [(sample.main, [f"--workdir={run}", "--num_tokens=1"])]
-        if in_run
-        else []
-      ),
-      *(
-        [(checkpoint.main, ["verify", f"--workdir={run}"])]
-        if in_run and "checkpoints" in case
-        else []
-      ),
-    ):
-      start, before = time.process_time(), peak()
-      laws.outcome(command, *arguments, per_run=True)
-      assert time.process_time() - start < 3, (case, arguments)
-      # Of each command, since all together grow: tensorstore 0.1.86 keeps a
-      # few kB of every array's `Spec.to_json`, however small its numbers.
-      grown = peak() - before
-      assert grown < 100_000, f"{grown} kB: {case}, {arguments}"
-      cases += 1
-  print(cases, "commands")

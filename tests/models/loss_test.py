@@ -79,15 +79,6 @@ def test_gradient_scales_with_what_follows():
   np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_large_logits_stay_finite():
-  h, head, target, weight = _inputs()
-  options = (("tile_tokens", 12),)
-  sums, _, gradients = _sums_and_gradients(
-    1e3 * h, 1e3 * head, target, weight, options
-  )
-  assert all(np.isfinite(a).all() for a in jax.tree.leaves((sums, gradients)))
-
-
 @pytest.mark.parametrize("low", [False, True], ids=["large", "small"])
 @pytest.mark.parametrize("tile_tokens", [12, 0])
 def test_sums_that_need_a_shift(tile_tokens, low):

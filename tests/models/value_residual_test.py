@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import flops
 from attnres_jax import models
 from attnres_jax.models import segments
 from attnres_jax.models.mixers import attention as attention_lib
@@ -106,19 +105,6 @@ def test_unrolled_with_checkpoints_nothing_changes():
     np.testing.assert_allclose(b, a, rtol=0, atol=3e-4 * size, err_msg=where)
 
 
-def test_trace_sees_the_network():
-  network = _with(residual=config_lib.residual_config("rescaled"))
-
-  @jax.jit
-  def both(network):
-    trace = network.trace(TOKENS)
-    return trace.reads[-1], network.hidden(TOKENS), trace.reads
-
-  last, hidden, reads = both(network)
-  np.testing.assert_allclose(network.final_norm(last), hidden, atol=1e-5)
-  assert len(reads) == CONFIG.num_sublayers + 1
-
-
 def test_the_first_mixer_is_apart_in_a_scan():
   """The others see its values as a constant."""
   loops = [
@@ -160,15 +146,6 @@ def test_each_kind_has_its_first_values():
     )
     expected = halved(base, other, trace.reads[first], trace.reads[last])
     np.testing.assert_allclose(trace.values[last + 1], expected, atol=1e-5)
-
-
-def test_cost_and_bfloat16():
-  plain = dataclasses.replace(CONFIG, value_residual=False)
-  assert flops.flops_per_token(CONFIG, 6) == flops.flops_per_token(plain, 6)
-  narrow = dataclasses.replace(CONFIG, dtype="bfloat16")
-  network = jax.eval_shape(lambda: models.build_model(narrow))
-  h_BTD = jax.eval_shape(lambda m: m.hidden(TOKENS), network)
-  assert h_BTD.dtype == jnp.bfloat16
 
 
 def test_a_scan_over_blocks_is_refused():
