@@ -10,6 +10,7 @@ kill has damaged are named, or written again.
   damage     files that cannot be read, named by path and line
   worker     the command that trains runs of a folder
   work       what it does
+  queue      which run is next
   launchers  what starts workers: local, ray, jobset, slurm, skypilot, tpu_vm;
              together trains seeds as one program
   budget     tokens and chip-hours before a launch

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -30,20 +29,16 @@ from attnres_jax.config import errors
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import queue
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.train import account
 from attnres_jax.train import claims
 from attnres_jax.train import loop
 from attnres_jax.train import metrics
 from attnres_jax.train import run_folder
-from attnres_jax.train import signals
 
 ERROR = "error.txt"
-# How often a worker without --run tries a run that fails.
-MAX_TRIES = 3
 _POLL_SECONDS = 5.0
-# In place of the name of a run.
-_NONE_LEFT, _WAIT = "", "..."
 
 Exit = exits.Exit
 
@@ -67,12 +62,13 @@ def run(
   """
   described = folder_lib.read_run(folder, name)
   workdir = epath.Path(folder) / name
-  attempt, verdict = None, None
+  begun = None
   if processes.is_first():
-    attempt, verdict = _begin(workdir, patience_seconds)
-  verdict = processes.number_of_first(-1 if verdict is None else verdict)
-  if verdict >= 0:
-    return Exit(verdict)
+    begun = _begin(workdir, patience_seconds)
+  over = begun if isinstance(begun, Exit) else -1
+  if (over := processes.number_of_first(over)) >= 0:
+    return Exit(over)
+  attempt = None if isinstance(begun, Exit) else begun
   result, error = _train(described, workdir, attempt)
   if result == Exit.NEVER and not processes.all_come(f"{name} is refused"):
     # The input of this process alone: the others wait for it in vain.
@@ -107,20 +103,23 @@ def run_all(
   tries: collections.Counter[str] = collections.Counter()
   deadline = time.monotonic() + patience_seconds
   expression = grid.compile_pattern(only)
+  is_first = processes.is_first()
+  claim_of = functools.partial(_claim_of, folder)
   while True:
     names = [n for n in folder_lib.names(folder) if expression.search(n)]
     if not names and only:
       config_lib.fail_argument("--only", only, f"names of runs in {folder}")
     if not names:
       config_lib.fail_argument("--folder", str(folder), "the folder of a sweep")
-    late = time.monotonic() >= deadline
+    states = _states(folder, names) if is_first else {}
+    name = queue.choose(states, tries, claim_of)
+    if name == queue.WAIT and time.monotonic() >= deadline:
+      name = queue.NONE_LEFT
     # Its name, since a launch may change the list while processes read it.
-    is_first = processes.is_first()
-    name = _choose(folder, names, tries, late) if is_first else ""
     name = processes.text_of_first(name)
-    if name == _NONE_LEFT:
+    if name == queue.NONE_LEFT:
       break
-    if name == _WAIT:
+    if name == queue.WAIT:
       time.sleep(min(_POLL_SECONDS, patience_seconds))
       continue
     tries[name] += 1
@@ -134,8 +133,8 @@ def run_all(
       # together.
       return Exit.AGAIN
     deadline = time.monotonic() + patience_seconds
-  outcome = _outcome(folder, names) if is_first else 0
-  return Exit(processes.number_of_first(outcome))
+  states = _states(folder, names) if is_first else {}
+  return Exit(processes.number_of_first(queue.outcome(states, claim_of)))
 
 
 def keep_programs(folder: str) -> None:
@@ -152,88 +151,27 @@ def keep_programs(folder: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-@contextlib.contextmanager
-def stopping_between_runs(distributed: bool):
-  """Signals end the worker with STOPPED while it trains nothing.
+def _states(folder: epath.PathLike, names: Sequence[str]) -> queue.States:
+  return {name: state_lib.read(epath.Path(folder) / name) for name in names}
 
-  Under `jax.distributed` JAX handles SIGTERM, from the first run on.
-  """
-  end = lambda number, frame: os._exit(Exit.STOPPED)
-  kinds = [] if distributed else signals.KINDS
-  previous = {
-    kind: signal.signal(kind, end)
-    for kind in kinds
-    if signal.getsignal(kind) is not signal.SIG_IGN
-  }
+
+def _claim_of(folder: epath.PathLike, name: str) -> str:
+  """Who has a run that was open when its state was read."""
+  workdir = epath.Path(folder) / name
   try:
-    yield
-  finally:
-    for kind, handler in previous.items():
-      signal.signal(kind, handler)
-
-
-def _choose(
-  folder: epath.PathLike,
-  names: Sequence[str],
-  tries: Mapping[str, int],
-  late: bool,
-) -> str:
-  """The name of a run to train, _WAIT or _NONE_LEFT.
-
-  A run that kills its process is counted in its state only. After some attempts
-  it makes way for the others, or a worker that is started again and again would
-  train nothing else.
-  """
-  held = False
-  states = [state_lib.read(epath.Path(folder) / name) for name in names]
-  order = sorted(
-    range(len(names)),
-    key=lambda i: (tries[names[i]], states[i].attempts // MAX_TRIES),
-  )
-  for index in order:
-    name = names[index]
-    workdir = epath.Path(folder) / name
-    status = states[index].status
-    if status not in state_lib.OPEN or tries[name] >= MAX_TRIES:
-      continue
-    with contextlib.suppress(config_lib.ConfigError):
-      if claims.is_held(workdir):
-        held = True
-      # Its worker may have ended it since its state was read.
-      elif state_lib.read(workdir).status in state_lib.OPEN:
-        folder_lib.read_run(folder, name)  # Damaged ones are left out.
-        return name
-  return _WAIT if held and not late else _NONE_LEFT
-
-
-def _outcome(folder: epath.PathLike, names: Sequence[str]) -> Exit:
-  """The worst status of the runs that nobody is training."""
-  outcomes = {Exit.DONE}
-  for name in names:
-    workdir = epath.Path(folder) / name
-    status = state_lib.read(workdir).status
-    if status == state_lib.DAMAGED:
-      outcomes.add(Exit.NEVER)
-    elif status in state_lib.OPEN and not claims.is_held(workdir):
-      outcomes.add(_of_open(folder, name))
-    elif status in (state_lib.REFUSED, state_lib.DIVERGED):
-      outcomes.add(Exit.NEVER if status == state_lib.REFUSED else Exit.DIVERGED)
-  order = Exit.AGAIN, Exit.NEVER, Exit.DIVERGED, Exit.DONE
-  return next(outcome for outcome in order if outcome in outcomes)
-
-
-def _of_open(folder: epath.PathLike, name: str) -> Exit:
-  """Whether another worker can train an open run."""
-  try:
+    if claims.is_held(workdir):
+      return queue.HELD
+    # Its worker may have ended it since.
+    is_over = state_lib.read(workdir).status not in state_lib.OPEN
     folder_lib.read_run(folder, name)
+    return queue.HELD if is_over else queue.FREE
   except config_lib.ConfigError:
-    return Exit.NEVER  # Its description is missing or damaged.
-  return Exit.AGAIN
+    return queue.BROKEN
 
 
 def _begin(
   workdir: epath.Path, patience_seconds: float
-) -> tuple[state_lib.Attempt | None, Exit | None]:
+) -> state_lib.Attempt | Exit:
   """An attempt, or the exit status without one."""
   deadline = time.monotonic() + patience_seconds
   while True:
@@ -241,14 +179,14 @@ def _begin(
       attempt = state_lib.begin(workdir)
     except (config_lib.ConfigError, OSError) as error:
       _say(f"error: {error}")
-      return None, exits.of_error(error)
+      return exits.of_error(error)
     if attempt is not None:
-      return attempt, None
+      return attempt
     if state_lib.read(workdir).status == state_lib.DONE:
-      return None, Exit.DONE
+      return Exit.DONE
     if time.monotonic() >= deadline:
       _say(f"{workdir.name}: another worker is training it")
-      return None, Exit.AGAIN
+      return Exit.AGAIN
     time.sleep(claims.HEARTBEAT_SECONDS)
 
 
@@ -326,15 +264,13 @@ def _leave_error(
   """Writes error.txt; error.N.txt on process N of several."""
   index = jax.process_index()
   number = "" if attempt is None else f"attempt {attempt.number}, "
-  try:
-    rows = metrics.last_rows(workdir)
-    step = rows.get("train", {}).get("step", 0)
+  at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+  name = f"error.{index}.txt" if index else ERROR
+  # The disk or store may be what failed; the text is in the log.
+  with contextlib.suppress(OSError, ValueError):
+    step = metrics.last_rows(workdir).get("train", {}).get("step", 0)
     head = f"{number}step {step}, process {index} on {socket.gethostname()}"
-    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    name = f"error.{index}.txt" if index else ERROR
     files.write(workdir / name, f"{head}, {at}\n{text}\n\n{trace}")
-  except (OSError, config_lib.ConfigError, config_lib.RunError):
-    pass  # The disk or store may be what failed; the text is in the log.
 
 
 def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:

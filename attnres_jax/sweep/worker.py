@@ -27,6 +27,7 @@ as for `attnres_jax.main`. The first process chooses and claims runs for all.
 
 import argparse
 from collections.abc import Sequence
+import contextlib
 import os
 import sys
 
@@ -80,7 +81,10 @@ def _work(options: argparse.Namespace) -> int:
     if options.run is not None:
       result = work.run(options.folder, options.run, options.patience_seconds)
     else:
-      with work.stopping_between_runs(options.distributed):
+      # While nothing is trained. Under `jax.distributed`, JAX has a handler.
+      end = lambda number, frame: os._exit(exits.Exit.STOPPED)
+      none = contextlib.nullcontext()
+      with none if options.distributed else signals.calling(end):
         result = work.run_all(
           options.folder, options.patience_seconds, options.only
         )

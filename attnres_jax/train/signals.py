@@ -19,7 +19,7 @@ under Ray) stops for SIGTERM under `jax.distributed`, and otherwise for no
 signal.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import os
 import signal
@@ -28,6 +28,24 @@ import threading
 from typing import Any
 
 KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def calling(handler: Callable[..., Any]) -> Iterator[None]:
+  """A context in which signals call `handler(number, frame)`.
+
+  Those that are ignored, as under `nohup`, stay ignored.
+  """
+  previous = {
+    kind: signal.signal(kind, handler)
+    for kind in KINDS
+    if signal.getsignal(kind) is not signal.SIG_IGN
+  }
+  try:
+    yield
+  finally:
+    for kind, old in previous.items():
+      signal.signal(kind, old)
 
 
 def outlive_outputs() -> None:

@@ -300,30 +300,6 @@ def test_other_launchers_leave_a_damaged_run_out(sweep, tmp_path, capsys):
   assert [run.name for run in launchers.todo(runs, folder)] == good
 
 
-def test_a_run_that_kills_its_worker_makes_way(sweep, monkeypatch):
-  """For the other, in workers that are started again after each kill."""
-  folder, _ = sweep
-  bad, good, _ = _names(folder)
-  for name in (bad, good):
-    state_lib.write(folder / name, state_lib.State())
-  begun = []
-
-  def work(folder, name):
-    begun.append(name)
-    attempts = state_lib.read(folder / name).attempts + 1
-    status = state_lib.RUNNING if name == bad else state_lib.DONE
-    state_lib.write(folder / name, state_lib.State(status, attempts))
-    if name == bad:
-      raise SystemExit  # In place of a kill.
-    return exits.Exit.DONE
-
-  monkeypatch.setattr(work_lib, "run", work)
-  for _ in range(work_lib.MAX_TRIES + 1):
-    with pytest.raises(SystemExit):
-      work_lib.run_all(folder)
-  assert begun == [bad] * work_lib.MAX_TRIES + [good, bad]
-
-
 def test_a_worker_leaves_the_runs_of_other_launches(sweep, monkeypatch):
   folder, _ = sweep
   other, ours, _ = _names(folder)

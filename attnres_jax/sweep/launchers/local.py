@@ -13,7 +13,7 @@ fails, this launcher looks again after a while, so that a launch ends when all
 runs have ended.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import os
 import pathlib
@@ -37,6 +37,7 @@ from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.train import checkpoint
 from attnres_jax.train import claims
+from attnres_jax.train import signals
 
 SETTINGS: Mapping[str, settings_lib.Setting] = {
   "max_restarts": settings_lib.Setting(
@@ -68,7 +69,7 @@ def start(
   """Runs all workers; returns what the package says, or 130 if stopped."""
   options = settings.options
   queue = _Queue(runs, epath.Path(folder), options, settings.max_restarts)
-  with _signals_to(queue):
+  with signals.calling(lambda number, frame: queue.stop()):
     return queue.run()
 
 
@@ -245,22 +246,6 @@ def _start(
     with contextlib.suppress(OSError):
       os.sched_setaffinity(process.pid, cores)
   return process
-
-
-@contextlib.contextmanager
-def _signals_to(queue: _Queue) -> Iterator[None]:
-  """A context in which signals stop a queue."""
-  receive = lambda number, frame: queue.stop()
-  previous = {
-    kind: signal.signal(kind, receive)
-    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    if signal.getsignal(kind) is not signal.SIG_IGN  # As under nohup.
-  }
-  try:
-    yield
-  finally:
-    for kind, handler in previous.items():
-      signal.signal(kind, handler)
 
 
 def _command(folder: epath.PathLike, run: grid.Run) -> list[str]:
