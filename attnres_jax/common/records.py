@@ -93,6 +93,6 @@ def to_json(record: Record) -> str:
 
 
 def to_values(record: Record) -> dict[str, Any]:
-  """The JSON object of a record, without its fields that are None."""
-  values = dataclasses.asdict(record)  # pyrefly: ignore[bad-argument-type]
-  return {key: value for key, value in values.items() if value is not None}
+  """The JSON object of a record, without fields that are None."""
+  without_none = lambda pairs: {k: v for k, v in pairs if v is not None}
+  return dataclasses.asdict(record, dict_factory=without_none)  # pyrefly: ignore

@@ -145,9 +145,9 @@ def write(
   config, model = checkpoint.load_model(workdir)
   if config.data.tokenizer != "bytes":
     config_lib.fail("data.tokenizer", config.data.tokenizer, "'bytes'")
-  if not run_folder.is_finished(workdir):
+  summary = run_folder.finished_summary(workdir)
+  if summary is None:
     config_lib.fail_argument("--workdir", str(workdir), "a finished run")
-  summary = files.read_json(workdir / run_folder.SUMMARY)
   data = files.read_json(workdir / run_folder.DATA)
   rows = metrics.read_rows(workdir)
   start = next(r for r in rows if r.get("event") == "start")

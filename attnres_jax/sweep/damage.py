@@ -8,7 +8,6 @@ with the others.
 from collections.abc import Iterator
 import contextlib
 import json
-from typing import Any
 
 from etils import epath
 
@@ -22,19 +21,13 @@ class DamagedError(config_lib.ConfigError):
   """A file that was changed or cut; the message begins with PATH:LINE."""
 
 
-def read_object(path: epath.PathLike) -> dict[str, Any]:
-  """The JSON object in a file.
+def read(path: epath.PathLike, cls: type[records.R]) -> records.R:
+  """The record in a JSON file.
 
   Raises:
     FileNotFoundError: there is no such file.
     DamagedError: the file holds something else, or cannot be read.
   """
-  with of_file(path):
-    return files.read_json(path)
-
-
-def read(path: epath.PathLike, cls: type[records.R]) -> records.R:
-  """`records.read`, which raises a `DamagedError`."""
   with of_file(path):
     return records.read(path, cls)
 

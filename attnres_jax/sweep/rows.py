@@ -14,7 +14,6 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
-from attnres_jax.config import fields
 from attnres_jax.flops import parameters
 from attnres_jax.scaling import architecture
 from attnres_jax.scaling import compute as compute_lib
@@ -24,6 +23,7 @@ from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.train import goodput
+from attnres_jax.train import run_folder
 
 Row = Mapping[str, Any]
 
@@ -50,7 +50,6 @@ def of_run(
   """
   workdir = epath.Path(folder) / run.name
   summary, fingerprint = check(workdir)
-  loss = summary["validation_loss"]
   config = folder_lib.run_config(run)
   with damage.of_file(workdir / "metrics.jsonl"):
     spent = goodput.of_rows(metric_rows)
@@ -64,17 +63,16 @@ def of_run(
     evaluated = [row for row in metric_rows if row["split"] == "validation"]
     last_weights = (evaluated or [{}])[-1].get("last_weights_loss")
     memory = step_bytes(metric_rows)
-  with damage.of_file(workdir / "summary.json"):
-    outcome = {
-      "validation_loss": f"{loss:.6f}",
-      "train_loss": _number(summary.get("train_loss"), ".6f"),
-      "peak_lr": config.optim.peak_lr,
-      "step_seconds": _number(summary.get("step_seconds"), ".4g"),
-      "step_bytes": _number(memory, "d"),
-    }
-    if last_weights is not None:
-      # Then `validation_loss` belongs to averaged weights.
-      outcome["last_weights_loss"] = f"{last_weights:.6f}"
+  outcome = {
+    "validation_loss": f"{summary.validation_loss:.6f}",
+    "train_loss": _number(summary.train_loss, ".6f"),
+    "peak_lr": config.optim.peak_lr,
+    "step_seconds": _number(summary.step_seconds, ".4g"),
+    "step_bytes": _number(memory, "d"),
+  }
+  if last_weights is not None:
+    # Then `validation_loss` belongs to averaged weights.
+    outcome["last_weights_loss"] = f"{last_weights:.6f}"
   # The time of one step has its own column.
   times = {
     "training" if name == "step" else name: value
@@ -97,22 +95,23 @@ def of_run(
   }
 
 
-def check(workdir: epath.Path) -> tuple[dict[str, Any], str]:
+def check(workdir: epath.Path) -> tuple[run_folder.Summary, str]:
   """The summary of a finished run, and the fingerprint of its data.
 
   Raises:
     DamagedError: a file is missing or damaged.
   """
-  summary = _of_file(workdir / "summary.json")
-  data = _of_file(workdir / "data.json")
-  with damage.of_file(workdir / "data.json"):
-    fingerprint = data["train"]["fingerprint"][:12]
-  with damage.of_file(workdir / "summary.json"):
-    loss = summary["validation_loss"]
-    if loss is None:
-      raise ValueError("validation_loss is not finite: the run diverged")
-    fields.accept("validation_loss", loss, fields.Positive)
-  return summary, fingerprint
+  path = workdir / run_folder.SUMMARY
+  try:
+    summary = damage.read(path, run_folder.Summary)
+    text = damage.read(workdir / run_folder.DATA, run_folder.Text)
+  except FileNotFoundError as error:
+    raise damage.DamagedError(
+      f"{error.filename or path}: missing from a finished run"
+    ) from error
+  if summary.validation_loss is None:
+    raise damage.DamagedError(f"{path}: validation_loss is not finite")
+  return summary, text.train.fingerprint[:12]
 
 
 def step_bytes(metric_rows: Sequence[Row]) -> int | None:
@@ -185,11 +184,3 @@ def _size(row: Row) -> tuple[str, ...]:
 def _number(value: float | None, form: str) -> str:
   """Empty if a run, or its part after a branch, was too short for a row."""
   return "" if value is None else f"{value:{form}}"
-
-
-def _of_file(path: epath.Path) -> dict[str, Any]:
-  """A file that every finished run has."""
-  try:
-    return damage.read_object(path)
-  except FileNotFoundError as error:
-    raise damage.DamagedError(f"{path}: missing from a finished run") from error

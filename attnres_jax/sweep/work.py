@@ -25,6 +25,7 @@ from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import plans
 from attnres_jax.common import processes
+from attnres_jax.common import records
 from attnres_jax.config import errors
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
@@ -241,11 +242,10 @@ def _text_of_others(workdir: epath.Path, run: grid.Run) -> str:
   for name in folder_lib.names(folder):
     # A run without this file has not begun, and a damaged one is no witness.
     with contextlib.suppress(FileNotFoundError, ValueError):
-      fingerprints = run_folder.fingerprints(
-        damage.read_object(folder / name / run_folder.DATA)
-      )
+      text = damage.read(folder / name / run_folder.DATA, run_folder.Text)
       if _text(folder_lib.read_run(folder, name)) == _text(run):
-        return json.dumps([name, fingerprints])
+        prints = run_folder.fingerprints(records.to_values(text))
+        return json.dumps([name, prints])
   return ""
 
 

@@ -9,7 +9,7 @@ gets its final name only when it is complete, so a kill during a save leaves the
 previous one.
 
 This module adds `checksums` of all files, written before a checkpoint gets its
-name and compared while it is read, and recovery: if the newest checkpoint
+name and compared before it is read, and recovery: if the newest checkpoint
 cannot be read or has changed, the previous one is used. Once an older one has
 been read, the unreadable ones are moved to `checkpoints_set_aside/` together
 with the cause. A broken checkpoint is never deleted, and if none can be read,
@@ -272,11 +272,10 @@ def _read(
   """
   path = _folder(workdir, step)
   parts = orbax_io.split(abstract)
-  with (
-    orbax_io.quiet(),
-    orbax_io.unsynced(some),
-    checksums.verifying(path, tuple(parts), *share) as verified,
-  ):
+  damage = checksums.damage(path, tuple(parts), share)
+  if damage:
+    raise checksums.DamageError(damage[0])
+  with orbax_io.quiet(), orbax_io.unsynced(some):
     info, there = orbax_io.describe(path, tuple(parts))
     stored = old_names.joined_shapes(there)
     if some:
@@ -286,7 +285,7 @@ def _read(
     loaded = orbax_io.load(path, parts)
     loaded = old_names.join(loaded, abstract)
     jax.block_until_ready(loaded)
-  return loaded, info, verified
+  return loaded, info, damage is not None
 
 
 def _check_same_shapes(

@@ -2,17 +2,16 @@
 """Checksums of all files of a checkpoint, written when it is committed.
 
 `checksums.json` in the folder of a checkpoint lists all other files with their
-sizes and the XXH3 (128 bits) of each block of `BLOCK_BYTES`. When a checkpoint
-is read, several threads compare the blocks at the same time, and the processes
-of a run divide them among themselves.
+sizes and the XXH3 (128 bits) of each block of `BLOCK_BYTES`. All processes of a
+run compare the blocks before they read a checkpoint.
 
 Orbax may still be writing its own `_CHECKPOINT_METADATA` then. The checksum of
 that file covers what was saved with the arrays: configuration, data position.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
-import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -21,11 +20,12 @@ from typing import Any, cast
 from etils import epath
 import xxhash
 
+from attnres_jax import config as config_lib
 from attnres_jax.common import files
+from attnres_jax.common import records
 
 FILE = "checksums.json"
 BLOCK_BYTES = 1 << 26
-_SMALL_BYTES = 1 << 20
 _BUFFER_BYTES = 1 << 18
 _METADATA = "_CHECKPOINT_METADATA"
 _INFO = "custom_metadata"
@@ -36,6 +36,32 @@ class DamageError(Exception):
   """A file has changed since the checkpoint was committed."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Sums(records.Record):
+  """The digest of each block of a file, and its size; metadata has none."""
+
+  xxh3: tuple[str, ...]
+  bytes: records.Bytes | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing(records.Record):
+  """`checksums.json`: the files of a checkpoint by path, and their digest."""
+
+  files: dict[str, Sums]
+  xxh3: str
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name, sums in self.files.items():
+      # Metadata has one digest and no size.
+      size = 1 if name == _METADATA else sums.bytes
+      is_below = all(map(files.is_name, name.split("/")))
+      number = None if size is None else -(-size // BLOCK_BYTES)
+      self.require(is_below, "files", "names of files below")
+      self.require(number == len(sums.xxh3), "files", "a digest per block")
+
+
 def write(folder: epath.Path, info: Mapping[str, Any]) -> None:
   """Writes the checksums of a checkpoint.
 
@@ -43,80 +69,47 @@ def write(folder: epath.Path, info: Mapping[str, Any]) -> None:
     folder: of the checkpoint, with all arrays.
     info: the JSON object that is saved with the arrays.
   """
-  sums: dict[str, Any] = {_METADATA: {"xxh3": [_digest_of(info)]}}
+  sums = {_METADATA: Sums((_digest_of(info),))}
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     for path in _walk(folder):
       name = path.relative_to(folder).as_posix()
-      if name == _METADATA:
-        continue
       size = path.stat().length
-      starts = range(0, size, BLOCK_BYTES)
-      digests = pool.map(lambda at, path=path: _block_digest(path, at), starts)
-      sums[name] = {"bytes": size, "xxh3": list(digests)}
-  text = json.dumps({"files": sums, "xxh3": _digest_of(sums)}, indent=1)
-  files.write(folder / FILE, text + "\n")
+      digest = lambda number, path=path: _block_digest(path, number)
+      digests = pool.map(digest, range(-(-size // BLOCK_BYTES)))
+      if name != _METADATA:
+        sums[name] = Sums(tuple(digests), size)
+  records.write(folder / FILE, Listing(sums, _digest_of_sums(sums)))
 
 
-@contextlib.contextmanager
-def verifying(
-  folder: epath.Path, parts: tuple[str, ...], index: int = 0, count: int = 1
-) -> Iterator[bool]:
-  """A context for reading a checkpoint, which is verified at the same time.
+def damage(
+  folder: epath.Path,
+  parts: Sequence[str] | None = None,
+  share: tuple[int, int] = (0, 1),
+) -> list[str] | None:
+  """Each damaged file with the reason; None if there are no checksums.
 
   Args:
     folder: of the checkpoint.
-    parts: the subfolders that are read; files outside subfolders always are.
-    index: of this process.
-    count: of all processes, each of which compares its share of the blocks.
-
-  Yields:
-    Whether there are checksums; old checkpoints have none.
-
-  Raises:
-    DamageError: a file is missing or has changed. It replaces any exception
-      that reading the checkpoint raised.
+    parts: subfolders to compare, beside files outside of any; None for all.
+    share: index of this process, and how many divide the blocks.
   """
-  listed = _listed(folder)
-  if listed is None:
-    yield False
-    return
-  quick, slow = [], []
-  for name, entry in listed.items():
-    if "/" not in name or name.partition("/")[0] in parts:
-      size, *blocks = _checks(folder, name, entry)
-      is_small = entry.get("bytes", 0) <= _SMALL_BYTES
-      quick.append(size)
-      (quick if is_small else slow).extend(blocks)
-  pool = futures.ThreadPoolExecutor(_THREADS)
-  try:
-    # Fast comparisons come first, because readers of damaged files are noisy.
-    for reason in pool.map(lambda check: check(), quick[index::count]):
-      if reason:
-        raise DamageError(reason)
-    under_way = [pool.submit(check) for check in slow[index::count]]
-    try:
-      yield True
-    finally:
-      for future in under_way:
-        reason = future.result()
-        if reason:
-          raise DamageError(reason)
-  finally:
-    pool.shutdown(cancel_futures=True)
-
-
-def damage(folder: epath.Path) -> list[str] | None:
-  """Each damaged file with the reason; None if there are no checksums."""
   try:
     listed = _listed(folder)
   except DamageError as error:
     return [str(error)]
   if listed is None:
     return None
+  blocks = [
+    (name, sums, number)
+    for name, sums in listed.items()
+    if parts is None or "/" not in name or name.partition("/")[0] in parts
+    for number in range(max(1, len(sums.xxh3)))
+  ]
+  index, count = share
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    checks = [c for item in listed.items() for c in _checks(folder, *item)]
-    reasons = pool.map(lambda check: check(), checks)
-    return list(dict.fromkeys(reason for reason in reasons if reason))
+    check = lambda block: _damage_of(folder, *block)
+    reasons = pool.map(check, blocks[index::count])
+    return list(dict.fromkeys(filter(None, reasons)))
 
 
 def check_metadata(folder: epath.Path) -> None:
@@ -125,10 +118,9 @@ def check_metadata(folder: epath.Path) -> None:
   Raises:
     DamageError: it has changed.
   """
-  listed = _listed(folder)
-  for check in _checks(folder, _METADATA, (listed or {}).get(_METADATA, {})):
-    reason = check()
-    if reason and listed is not None:
+  if (listed := _listed(folder)) is not None:
+    sums = listed.get(_METADATA, Sums(()))
+    if reason := _damage_of(folder, _METADATA, sums, 0):
       raise DamageError(reason)
 
 
@@ -137,79 +129,51 @@ def num_bytes(folder: epath.Path) -> int:
   return sum(path.stat().length for path in _walk(folder))
 
 
-def _listed(folder: epath.Path) -> dict[str, dict[str, Any]] | None:
-  path = folder / FILE
-  if not path.exists():
-    return None
+def _listed(folder: epath.Path) -> dict[str, Sums] | None:
   try:
-    values = files.read_json(path)
-    listed = values["files"]
-    if values["xxh3"] == _digest_of(listed):
-      for name, entry in listed.items():
-        if not all(map(files.is_name, name.split("/"))):
-          raise ValueError("not the name of a file below")
-        _check_entry(name, entry)
-      return listed
-  except (OSError, ValueError, KeyError, TypeError, AttributeError):
-    pass
-  raise DamageError(f"{FILE} is damaged")
+    listing = records.read(folder / FILE, Listing)
+  except FileNotFoundError:
+    return None
+  except (OSError, config_lib.ConfigError):
+    raise DamageError(f"{FILE} is damaged") from None
+  if listing.xxh3 != _digest_of_sums(listing.files):
+    raise DamageError(f"{FILE} is damaged")
+  return listing.files
 
 
-def _check_entry(name: str, entry: Any) -> None:
-  # Metadata has one digest and no size.
-  size = 1 if name == _METADATA else entry["bytes"]
-  if type(size) is not int or len(entry["xxh3"]) != -(-size // BLOCK_BYTES):
-    raise ValueError("not a digest per block")
+def _damage_of(folder: epath.Path, name: str, sums: Sums, number: int) -> str:
+  """What is wrong with a block of a file, or with its size; "" if nothing."""
+  path, digests = folder / name, [*sums.xxh3][number : number + 1]
+  try:
+    if name == _METADATA:
+      actual = [_digest_of(files.read_json(path).get(_INFO))]
+    elif (size := path.stat().length) != sums.bytes:
+      return f"{name}: {size} bytes instead of {sums.bytes}"
+    else:
+      actual = [_block_digest(path, number)] if size else []
+    return "" if actual == digests else f"{name}: its content has changed"
+  except FileNotFoundError:
+    return f"{name}: it is missing"
+  except (OSError, ValueError) as error:
+    return f"{name}: it cannot be read ({error})"
 
 
-def _checks(
-  folder: epath.Path, name: str, entry: Mapping[str, Any]
-) -> list[Callable[[], str]]:
-  """Functions that each compare a part of a file and return what is wrong."""
-  path = folder / name
-
-  def check_size() -> str:
-    size = path.stat().length
-    wrong = size != entry["bytes"]
-    return f"{size} bytes instead of {entry['bytes']}" if wrong else ""
-
-  def check_block(at: int) -> str:
-    same = _block_digest(path, at) == entry["xxh3"][at // BLOCK_BYTES]
-    return "" if same else "its content has changed"
-
-  def check_metadata() -> str:
-    same = [_digest_of(files.read_json(path).get(_INFO))] == entry.get("xxh3")
-    return "" if same else "its content has changed"
-
-  def run(check: Callable[..., str], *args: Any) -> str:
-    try:
-      reason = check(*args)
-    except FileNotFoundError:
-      reason = "it is missing"
-    except (OSError, ValueError) as error:
-      reason = f"it cannot be read ({error})"
-    return f"{name}: {reason}" if reason else ""
-
-  if name == _METADATA:
-    return [lambda: run(check_metadata)]
-  return [lambda: run(check_size)] + [
-    lambda at=i * BLOCK_BYTES: run(check_block, at)
-    for i in range(len(entry["xxh3"]))
-  ]
-
-
-def _block_digest(path: epath.Path, at: int) -> str:
+def _block_digest(path: epath.Path, number: int) -> str:
   digest = xxhash.xxh3_128()
   # One buffer, small enough for a core's cache, spares memory bandwidth.
   buffer = memoryview(bytearray(_BUFFER_BYTES))
   left = BLOCK_BYTES
   with path.open("rb") as opened:
     file = cast(io.BufferedReader, opened)
-    file.seek(at)
+    file.seek(number * BLOCK_BYTES)
     while left and (count := file.readinto(buffer[:left])):
       digest.update(buffer[:count])
       left -= count
   return digest.hexdigest()
+
+
+def _digest_of_sums(sums: Mapping[str, Sums]) -> str:
+  return _digest_of({name: records.to_values(s) for name, s in sums.items()})
 
 
 def _digest_of(values: Any) -> str:

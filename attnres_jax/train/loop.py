@@ -251,7 +251,7 @@ def _restore(
   if changes and not changed:
     raise config_lib.ConfigError(run_folder.refusal(workdir, changes))
   damaged = run_folder.damaged(workdir)
-  summary = run_folder.finished_summary(workdir, config)
+  summary = run_folder.finished_summary(workdir, config.train.steps)
   if summary is not None and not damaged:
     return summary
   restored = checkpoint.restore_latest(workdir, prepared.program.abstract_state)

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import statistics
-from typing import Any
+from typing import Any, Literal
 
 from etils import epath
 import jax
@@ -24,6 +24,8 @@ from attnres_jax import optimizer
 from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import processes
+from attnres_jax.common import records
+from attnres_jax.config import fields
 from attnres_jax.train import account
 from attnres_jax.train import checkpoint
 from attnres_jax.train import goodput
@@ -47,6 +49,35 @@ _OURS = {
   SUMMARY: ("status", "step"),
   metrics_lib.FILE: ("step", "split"),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary(records.Record):
+  """What commands read of the `summary.json` of a finished run."""
+
+  others = True
+  status: Literal["finished"]
+  step: records.Bytes
+  validation_loss: fields.Positive | None = None
+  train_loss: float | None = None
+  step_seconds: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitOfText(records.Record):
+  """What commands read of a split of `data.json`."""
+
+  others = True
+  fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Text(records.Record):
+  """What commands read of `data.json`, the text of a run."""
+
+  others = True
+  train: SplitOfText
+  validation: SplitOfText
 
 
 def refuse_foreign(name: str, workdir: epath.Path) -> None:
@@ -104,7 +135,7 @@ def changes(
   none any more, its files.
   """
   info = checkpoint.newest_info(workdir)
-  if info is None and is_finished(workdir):
+  if info is None and finished_summary(workdir):
     with contextlib.suppress(FileNotFoundError, ValueError):
       was = config_lib.build_run_config(files.read_json(workdir / CONFIG))
       text = fingerprints(files.read_json(workdir / DATA))
@@ -142,15 +173,10 @@ def fingerprints(descriptions: Mapping[str, Any]) -> dict[str, str]:
   """The fingerprint of each split.
 
   Raises:
-    ValueError: these are no descriptions.
+    ConfigError: these are no descriptions.
   """
-  try:
-    return {
-      split: descriptions[split]["fingerprint"]
-      for split in ("train", "validation")
-    }
-  except (KeyError, TypeError) as error:
-    raise ValueError("not a description of data") from error
+  text = Text.of_values(descriptions)
+  return {split: part.fingerprint for split, part in vars(text).items()}
 
 
 def refuse_other_text(
@@ -177,8 +203,8 @@ def damaged(workdir: epath.Path) -> dict[str, str]:
   causes = {}
   for name, check in (
     (CONFIG, config_lib.build_run_config),
-    (DATA, fingerprints),
-    (SUMMARY, _finished_step),
+    (DATA, Text.of_values),
+    (SUMMARY, Summary.of_values),
   ):
     try:
       check(files.read_json(workdir / name))
@@ -222,30 +248,14 @@ def refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
 
 
 def finished_summary(
-  workdir: epath.Path, config: config_lib.RunConfig
+  workdir: epath.Path, steps: int = 0
 ) -> dict[str, Any] | None:
-  """The summary of a finished run of at least this length, or None."""
+  """The summary of a finished run of at least so many steps, or None."""
   try:
     summary = files.read_json(workdir / SUMMARY)
-    return summary if _finished_step(summary) >= config.train.steps else None
+    return summary if Summary.of_values(summary).step >= steps else None
   except (OSError, ValueError):
     return None
-
-
-def is_finished(workdir: epath.Path) -> bool:
-  """Whether the folder has the summary of a finished run."""
-  try:
-    _finished_step(files.read_json(workdir / SUMMARY))
-  except (OSError, ValueError):
-    return False
-  return True
-
-
-def _finished_step(summary: Mapping[str, Any]) -> int:
-  step = summary.get("step")
-  if type(step) is not int or summary.get("status") != "finished":
-    raise ValueError("not the summary of a finished run")
-  return step
 
 
 def open_run(

@@ -74,7 +74,7 @@ def find(config: config_lib.RunConfig) -> Source:
     source = Source(str(path.parent.parent), int(path.name))
     steps = [s for s in checkpoint.all_steps(source.run) if s == source.step]
   else:
-    finished = run_folder.is_finished(path)
+    finished = run_folder.finished_summary(path)
     steps = checkpoint.all_steps(path) if finished else []
     source = Source(given, steps[-1] if steps else 0)
   if not steps:

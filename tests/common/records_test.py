@@ -23,7 +23,9 @@ from attnres_jax.interop import weights_folder
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder
 from attnres_jax.sweep import state
+from attnres_jax.train import checksums
 from attnres_jax.train import claims
+from attnres_jax.train import run_folder
 
 SPLIT = {"documents": 1, "bytes": 9, "tokens": 12, "files": ["x.bin"]}
 SIDECAR = {
@@ -54,8 +56,23 @@ FILES = {
     "dtype": "F32", "dtypes": {"a": "BF16"},
     "config": {"max_position_embeddings": 64}, "files": ["tokenizer.json"],
   },
+  run_folder.Summary: {
+    "status": "finished", "step": 9, "validation_loss": 2.5, "train_loss": 2.0,
+    "step_seconds": 0.1,
+  },
+  run_folder.Text: {
+    "train": {"fingerprint": "ab"}, "validation": {"fingerprint": "cd"}
+  },
+  checksums.Listing: {
+    "files": {
+      "model/x": {"xxh3": ["ab"], "bytes": 3},
+      "_CHECKPOINT_METADATA": {"xxh3": ["cd"]},
+    },
+    "xxh3": "ef",
+  },
 }  # fmt: skip
-_PARTS = {token_files.Split}  # Of others.
+# Of others.
+_PARTS = {token_files.Split, checksums.Sums, run_folder.SplitOfText}
 VALUES = st.sampled_from(
   (
     None, True, False, 0, 1, -1, 2**31, 2**32, 10**12, 10**400, 0.5, 1e-40,
@@ -159,6 +176,17 @@ BAD = {
     "dtype": ("F31", []), "dtypes": ([], {"a": []}, {"a": "x"}),
     "family": (3,), "files": ("x", [3], ["../secret.txt"]),
     "config": ([], {"max_position_embeddings": "x"}, {"model_max_length": 0}),
+  },
+  run_folder.Summary: {
+    "status": ("stopped", None), "step": _COUNTS, "validation_loss": (-1, "2"),
+  },
+  run_folder.Text: {"train": ([], {}, {"fingerprint": None})},
+  checksums.Listing: {
+    "files": (
+      [], {"a": ["0"]}, {"a": {"bytes": "3", "xxh3": ["0"]}},
+      {"a": {"bytes": 10**12, "xxh3": ["0"]}}, {"a": {"xxh3": ["0"]}},
+      {"../a": {"bytes": 3, "xxh3": ["0"]}},
+    ),
   },
 }  # fmt: skip
 

@@ -141,7 +141,7 @@ def _assert_trained_once(folder, runs, directory):
   for run in runs:
     workdir = directory / run.name
     assert state_lib.read(workdir).status == state_lib.DONE
-    assert run_folder.is_finished(workdir)
+    assert run_folder.finished_summary(workdir)
     rows = tiny_run.rows(workdir, "train")  # Fails on a step logged twice.
     steps = list(rows)
     assert steps == sorted(steps) and steps[-1] == FIELDS["train.steps"]

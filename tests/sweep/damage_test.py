@@ -388,7 +388,7 @@ def test_a_sweep_has_one_text(sweep, monkeypatch):
   begun, fresh, *_ = _names(folder)
   hashes = {"train": "0123456789abcdef", "validation": "fedcba9876543210"}
   texts = {split: {"fingerprint": digest} for split, digest in hashes.items()}
-  for name in begun, fresh:
+  for name in _names(folder):
     (folder / name / run_folder.DATA).unlink()
     (folder / name / state_lib.FILE).unlink()
   told = []

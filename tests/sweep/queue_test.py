@@ -60,11 +60,11 @@ def test_a_run_that_kills_its_workers_makes_way():
 
 
 def test_claims_are_asked_only_until_a_run_is_free():
-  asked = []
-  claim_of = lambda name: asked.append(name) or queue.FREE
+  names = []
+  claim_of = lambda name: names.append(name) or queue.FREE
   tries = collections.Counter()
   queue.choose(_states("done", "pending", "pending"), tries, claim_of)
-  assert asked == ["run1"]
+  assert names == ["run1"]
 
 
 @pytest.mark.parametrize(

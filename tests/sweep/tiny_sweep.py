@@ -66,9 +66,12 @@ def leave(folder, run, loss=2.5, status=state_lib.DONE):
   ]  # fmt: skip
   files = {
     "summary.json": {
+      "status": "finished", "step": config.train.steps,
       "validation_loss": loss, "train_loss": loss, "step_seconds": 0.5,
     },
-    "data.json": {"train": {"fingerprint": "0123456789abcdef"}},
+    "data.json": dict.fromkeys(
+      ("train", "validation"), {"fingerprint": "0123456789abcdef"}
+    ),
   }  # fmt: skip
   lines = "".join(json.dumps(row) + "\n" for row in rows)
   (workdir / "metrics.jsonl").write_text(lines)
