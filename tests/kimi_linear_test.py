@@ -5,8 +5,6 @@ All parts together: KDA, MLA, a dense first block, balanced experts, Muon, WSD,
 Block AttnRes. It learns, and an interrupted run equals an uninterrupted one.
 """
 
-import shutil
-
 import numpy as np
 import pytest
 
@@ -116,17 +114,6 @@ def test_experts_are_reported_and_balanced(unbroken, config):
   assert biases.shape == (1, 8)
   assert np.abs(biases).max() > config.optim.balance_rate
   np.testing.assert_allclose(biases.sum(axis=1), 0, atol=1e-6)
-
-
-# Resuming does not depend on the network: tests/train/loop_test.py.
-@pytest.mark.slow
-def test_stopped_run_resumes_bit_for_bit(unbroken, config, tmp_path):
-  run = shutil.copytree(unbroken, tmp_path / "run")
-  tiny_run.rewind(run, 12)
-  loop.train_and_evaluate(config, run)
-  (resume,) = tiny_run.events(run, "resume")
-  assert resume["step"] == 12
-  tiny_run.assert_same_run(unbroken, run)
 
 
 def test_one_recipe_per_network():

@@ -35,63 +35,6 @@ def command(tmp_path, monkeypatch, capsys):
   return run
 
 
-BAD_FLAGS = {
-  "unknown field": (
-    ["--config.optim.peak_lrr=1"],
-    "config.optim.peak_lrr: got 'peak_lrr', expected one of",
-    "did you mean config.optim.peak_lr?",
-  ),
-  "field of a value": (["--config.seed.x=1"], "config.seed.x", "seed"),
-  "float": (
-    ["--config.optim.peak_lr=fast"],
-    "config.optim.peak_lr: got 'fast', expected a value of type float",
-  ),
-  "separate value": (
-    ["--config.train.steps", "many"],
-    "config.train.steps: got 'many', expected a value of type int",
-  ),
-  "bool": (
-    ["--config.model.tie_embeddings=maybe"],
-    "config.model.tie_embeddings: got 'maybe', expected a value of type bool",
-  ),
-  "no int": (["--noconfig.seed"], "config.seed", "type int"),
-  "section": (["--config.model=big"], "config.model: got 'big'", "width"),
-  "unknown flag": (["--workdirr=x"], "unrecognized arguments: --workdirr=x"),
-  "flag type": (["--num_processes=two"], "num_processes", "two"),
-  "argument": (["extra"], "unrecognized arguments: extra"),
-  "half a cluster": (
-    ["--distributed", "--num_processes=2"],
-    "expected all three",
-  ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FLAGS)
-def test_bad_flags(command, case):
-  args, *expected = BAD_FLAGS[case]
-  status, err = command(*args)
-  assert status == 2 and len(err) == 1, err
-  assert err[0].startswith("error: ")
-  for text in expected:
-    assert text in err[0]
-
-
-@pytest.mark.parametrize(
-  "source, expected",
-  [
-    ("def get_config(arg=None):\n  return 1 +\n", "SyntaxError"),
-    ("import nothing_of_this_name\n", "ModuleNotFoundError"),
-    ("def get_config(arg=None):\n  return {}['x']\n", "bad.py:2: KeyError"),
-    ("x = 1\n", "get_config"),
-  ],
-)
-def test_broken_config_file(command, tmp_path, source, expected):
-  (tmp_path / "bad.py").write_text(source)
-  status, err = command(config=str(tmp_path / "bad.py"))
-  assert status == 2 and len(err) == 1, err
-  assert expected in err[0]
-
-
 def test_bad_workdir(command, tmp_path):
   assert command(workdir=None)[1] == [
     "error: --workdir: missing, expected a folder"

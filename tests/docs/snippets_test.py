@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python of README and docs runs."""
 
-import dataclasses
 import functools
 import re
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from attnres_jax import build_model
-from attnres_jax import config as config_lib
 from attnres_jax import load_config
 from attnres_jax.models import layer_stacks
 from tests import tiny_run
@@ -111,34 +109,6 @@ def test_any_norm_gives_what_ours_does(network, kind):
   compare(trunk(embedding_BTD), model, embedding_BTD)
 
 
-@pytest.mark.parametrize("name", ["block_attnres", "full_attnres", "prenorm"])
-def test_a_layer_norm_is_applied_to_what_a_sublayer_reads(network, name):
-  """Reads equal those with identities in front of sublayers with the norm."""
-  config, _, sublayers, embedding_BTD = network
-  config = dataclasses.replace(
-    config, residual=config_lib.under(config.residual, name)
-  )
-  norms = [
-    nnx.LayerNorm(config.width, rngs=nnx.Rngs(i)) for i in range(len(sublayers))
-  ]
-  cores = [s.core for s in sublayers]
-  inside = [
-    lambda h_BTD, core=core, norm=norm: core(norm(h_BTD))
-    for core, norm in zip(cores, norms)
-  ]
-  Trunk, rngs = code(OWN)["Trunk"], nnx.Rngs(0)
-  trunk = Trunk(cores, norms, config, rngs=rngs)
-  other = Trunk(inside, [lambda h_BTD: h_BTD] * len(cores), config, rngs=rngs)
-  other.residual = trunk.residual
-  got_BTD = trunk(embedding_BTD)
-  np.testing.assert_allclose(
-    got_BTD, other(embedding_BTD), rtol=1e-6, atol=1e-6
-  )
-  ours = Trunk(cores, [s.norm for s in sublayers], config, rngs=rngs)
-  ours.residual = trunk.residual
-  assert jnp.max(jnp.abs(got_BTD - ours(embedding_BTD))) > 1e-3
-
-
 def test_blocks_under_scans(network):
   """`lax.scan` with the operators, and `nnx.scan` with a scheme."""
   config, model, _, embedding_BTD = network
@@ -179,21 +149,3 @@ def test_blocks_under_scans(network):
   np.testing.assert_allclose(
     residual.readout(state), wanted_BTD, rtol=1e-6, atol=1e-6
   )
-
-
-@pytest.mark.parametrize("rows", [1, 7, 8, 10])
-def test_a_wrong_number_of_queries(network, rows):
-  config, _, _, embedding_BTD = network
-  run = code(OWN)["block_attnres"]
-  functions = [lambda h_BTD: h_BTD] * config.num_sublayers
-  query_LD = jnp.zeros((rows, config.width))
-  with pytest.raises(ValueError, match=f"{rows} queries, expected 9"):
-    run(functions, query_LD, embedding_BTD, 4)
-
-
-def test_a_trunk_refuses_sublayers_that_its_scheme_does_not_count(network):
-  config, _, sublayers, _ = network
-  cores, norms = zip(*((s.core, s.norm) for s in sublayers))
-  trunk, rngs = code(OWN)["Trunk"], nnx.Rngs(0)
-  with pytest.raises(AssertionError):
-    trunk([*cores, cores[0]], [*norms, norms[0]], config, rngs=rngs)

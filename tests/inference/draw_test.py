@@ -112,25 +112,6 @@ def test_cuts_of_a_neighbour_leave_unlikely_tokens():
   np.testing.assert_array_equal(cut, [[0.0, -30.0], [0.0, -np.inf]])
 
 
-def test_rows_without_a_draw_need_no_sorting(monkeypatch):
-  """Such as a slot whose text has ended: its settings stay."""
-  cut, cuts = draw._cut, []
-
-  def watched(*args):
-    jax.debug.callback(lambda: cuts.append(True))
-    return cut(*args)
-
-  monkeypatch.setattr(draw, "_cut", watched)
-  rows = _rows(2)._replace(top_p=jnp.asarray([1.0, 0.5]))
-  logits_BV = jnp.broadcast_to(LOGITS_V, (2, VOCAB))
-  run = jax.jit(lambda *args: draw.draw(*args))
-  for drawn_B in ([True, False], [False, True]):
-    greedy = rows.greedy_unless(jnp.asarray(drawn_B))
-    jax.block_until_ready(run(logits_BV, greedy, jnp.zeros(2, jnp.int32)))
-    jax.effects_barrier()
-    assert len(cuts) == drawn_B[1]
-
-
 @pytest.mark.parametrize(
   "bad",
   [

@@ -11,7 +11,6 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import sharding
-from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import causal_attention
@@ -65,48 +64,6 @@ def test_collectives_of_a_chunk(name, cached):
   }
   # Of activations, not of weights, which are larger.
   assert largest == 4 * LENGTH * config.width
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-  "name",
-  [
-    "block_attnres",
-    pytest.param("full_attnres", marks=pytest.mark.slow),
-    pytest.param("mudd", marks=pytest.mark.slow),
-  ],
-)
-def test_equals_one_device(name):
-  """In two chunks, the second of which is padded."""
-  model = tiny_network.model(name, **FIELDS)
-  rng = np.random.default_rng(0)
-  model = jax.tree.map(
-    lambda a: a + 0.3 * rng.standard_normal(a.shape, np.float32), model
-  )
-  model = prepared.prepared(model)
-  tokens_BT = rng.integers(0, 16, (2, 2 * LENGTH)).astype(np.int32)
-
-  def prefill(model, tokens_BT):
-    cache = model.init_cache(2, 2 * LENGTH)
-    hidden = []
-    for i, length in enumerate((LENGTH, LENGTH - 3)):
-      part_BT = tokens_BT[:, i * LENGTH : (i + 1) * LENGTH]
-      out = model.extend(
-        part_BT, cache, jnp.full(2, length), context=i * LENGTH
-      )
-      cache = cache_lib.append(cache, out.added)
-      hidden.append(out.hidden_BTD[:, :length])
-    return hidden, cache
-
-  prompt = jax.jit(prefill)(model, tokens_BT)
-  mesh = _mesh()
-  placed = jax.device_put(model, sharding.state_sharding(model, mesh))
-  with sharding.ambient(mesh):
-    parts = jax.jit(prefill)(placed, tokens_BT)
-  assert len(parts[0][0].devices()) == DEVICES
-  for a, b in zip(jax.tree.leaves(prompt), jax.tree.leaves(parts), strict=True):
-    scale = np.abs(a).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * scale)
 
 
 def test_tiles_of_queries(monkeypatch):

@@ -50,7 +50,11 @@ FIELDS["kimi_k3"] = KIMI | dict(
   ),
   residual=config_lib.residual_config("block_attnres", block_size=4),
 )  # fmt: skip
-FIELDS["attnres"] = dict(rope_theta=0.0)
+FIELDS["attnres"] = KIMI | dict(
+  num_layers=3, num_kv_heads=2, head_width=16, rope_theta=100.0,
+  mixers=("kda", "mla"), last_mixer="attention",
+  residual=config_lib.residual_config("block_attnres", block_size=4),
+)  # fmt: skip
 CONFIG = config_lib.ModelConfig(
   vocab_size=300, width=64, num_layers=3, num_heads=4, num_kv_heads=2,
   head_width=16, mlp_width=96,

@@ -10,10 +10,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax.common import trees
-from attnres_jax.interop import config_table
 from attnres_jax.interop import huggingface
-from tests import tiers
 from tests import tiny_network
 from tests.interop import small_checkpoint
 
@@ -72,20 +69,6 @@ def _export(model, folder):
   huggingface.export(
     model, folder, dtype="F32", facts={}, card="A test.\n", family="attnres"
   )
-
-
-@tiers.parametrize("case", CASES, first=["block"])
-def test_comes_back_bit_by_bit(case, tmp_path):
-  model = _network(case)
-  _export(model, tmp_path / "out")
-  source = huggingface.read(tmp_path / "out")
-  assert source.family == "attnres" and config_table.network(source.config) == (
-    config_table.network(model.config)
-  )
-  loaded, written = map(trees.to_flat, (huggingface.load(source), model))
-  assert loaded.keys() == written.keys()
-  for name, leaf in written.items():
-    np.testing.assert_array_equal(loaded[name], leaf, err_msg=name)
 
 
 # Its new name is `cache`, which older versions do not know.

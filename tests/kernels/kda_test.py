@@ -202,13 +202,6 @@ class TestValues:
       with pytest.raises(NotImplementedError, match=pattern):
         call("pallas_tpu", *arguments, chunk_size=chunk_size)
 
-  def test_scale(self):
-    arguments, _ = make(7, 1, 6, 1, 4, 4)
-    plain = [call(i, *arguments)[0] for i in PLAIN]
-    scaled = [call(i, *arguments, scale=1.0)[0] for i in PLAIN]
-    for a, b in zip(plain, scaled):
-      np.testing.assert_allclose(2 * a, b, rtol=1e-6)
-
   def test_steps_are_the_sequence(self):
     arguments, _ = make(8, 2, 5, 2, 4, 3)
     *tokens, state = arguments

@@ -32,7 +32,6 @@ SCHEMES = [
   for name in residuals.RESIDUALS
 ]
 SLOW = pytest.mark.slow
-VALUE_QUERY = config_lib.DepthReadConfig(value_query=True)
 
 
 def _model(name="block_attnres", **fields):
@@ -103,8 +102,14 @@ def _check(model, tokens_T, tolerance=2e-5, separate=False):
 
 
 @tiers.parametrize("name", SCHEMES, first=["block_attnres"])
-def test_every_scheme(name, tokens_T):
-  _check(_model(name, moe=config_lib.MoeConfig()), tokens_T)
+@pytest.mark.parametrize(
+  "dtype,tolerance",
+  # Roundings have another order.
+  [("float32", 2e-5), pytest.param("bfloat16", 0.1, marks=SLOW)],
+)
+def test_every_scheme(name, dtype, tolerance, tokens_T):
+  model = _model(name, moe=config_lib.MoeConfig(), dtype=dtype)
+  _check(model, tokens_T, tolerance)
 
 
 @pytest.mark.more
@@ -117,87 +122,57 @@ def test_a_read_may_change_the_carry(tokens_T, monkeypatch):
   _check(_model("halving"), tokens_T)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["block_attnres", "mrla_light"])
-def test_layers_in_arrays_of_their_own(name, tokens_T):
-  """All kinds of caches, and that of a scheme that looks back."""
-  model = _model(name, mixers=("kda", "mla", "attention"), num_layers=3)
-  _check(model, tokens_T, separate=True)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-  "name,read",
-  [
-    ("block_attnres", dict(heads=2)),
-    pytest.param("full_attnres", dict(value_query=True), marks=SLOW),
-    pytest.param("full_attnres", dict(window=2), marks=SLOW),
-  ],
-)
-def test_reads(name, read, tokens_T):
-  options = config_lib.DepthReadConfig(**read)
-  fields = dict(moe=config_lib.MoeConfig(), num_layers=3)
-  _check(_model(name, read=options, **fields), tokens_T)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", residuals.RESIDUALS)
-def test_every_scheme_in_bfloat16(name, tokens_T):
-  """The differences come from roundings in another order."""
-  model = _model(name, moe=config_lib.MoeConfig(), dtype="bfloat16")
-  _check(model, tokens_T, 0.1)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-  "dtype,tolerance",
-  # Roundings of activations differ between the forms.
-  [
-    ("float32", 2e-5),
-    pytest.param("bfloat16", 0.06, marks=pytest.mark.slow),
-  ],
-)
-def test_every_mixer(dtype, tolerance, tokens_T):
-  """With grouped queries, and experts after the first two."""
-  model = _model(
-    mixers=("kda", "mla", "attention"),
-    num_layers=3,
-    num_kv_heads=1,
-    dtype=dtype,
-  )
-  assert set(model.sublayers) == {"kda", "mla", "attention", "mlp", "moe"}
-  _check(model, tokens_T, tolerance)
+Read, Attention = config_lib.DepthReadConfig, config_lib.AttentionConfig
+MIXERS = dict(mixers=("kda", "mla", "attention"), num_layers=3)
+EXPERTS = dict(moe=config_lib.MoeConfig(), num_layers=3)
+CASES = {
+  # With grouped queries, and experts after the first two.
+  "mixers": MIXERS | dict(num_kv_heads=1),
+  "heads": dict(read=Read(heads=2), **EXPERTS),
+  # Values that are read separately, or come from earlier mixers.
+  "mudd": dict(name="mudd", mixers=("kda", "mla")),
+  "value_residual": dict(value_residual=True),
+  "biases_norms_positions": dict(
+    name="prenorm",
+    attention=Attention(qkv_bias=True, output_bias=True, qk_norm=True),
+    rope=config_lib.RopeConfig(scaling="llama3", original_length=40),
+  ),
+  "latent_queries": dict(
+    mixers=("mla",), mla=dataclasses.replace(KINDS["mla"], query_rank=6)
+  ),
+}
+SLOW_CASES = {
+  "value_query": dict(name="full_attnres", read=Read(value_query=True)),
+  "window": dict(name="full_attnres", read=Read(window=2), **EXPERTS),
+  "value_query_of_latents": dict(mixers=("mla",), read=Read(value_query=True)),
+  "value_residuals": dict(mixers=("kda", "mla"), value_residual=True),
+}
 
 
 @pytest.mark.more
 @pytest.mark.parametrize(
   "fields",
   [
-    dict(name="mudd", mixers=("kda", "mla")),
-    dict(mixers=("attention",), value_residual=True),
-    pytest.param(dict(mixers=("mla",), read=VALUE_QUERY), marks=SLOW),
-    pytest.param(dict(mixers=("kda", "mla"), value_residual=True), marks=SLOW),
+    *CASES.values(),
+    *(pytest.param(fields, marks=SLOW) for fields in SLOW_CASES.values()),
   ],
-  ids=["mudd", "value-residual", "value-query", "value-residual-of-kinds"],
+  ids=[*CASES, *SLOW_CASES],
 )
-def test_values_from_elsewhere(fields, tokens_T):
-  """Values that are read separately, or come from earlier mixers."""
+def test_options(fields, tokens_T):
   _check(_model(**fields), tokens_T)
 
 
-@pytest.mark.more
-def test_biases_norms_and_scaled_positions(tokens_T):
-  attention = config_lib.AttentionConfig(
-    qkv_bias=True, output_bias=True, qk_norm=True
-  )
-  rope = config_lib.RopeConfig(scaling="llama3", original_length=40)
-  _check(_model("prenorm", attention=attention, rope=rope), tokens_T)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["block_attnres", "mrla_light"])
+def test_layers_in_arrays_of_their_own(name, tokens_T):
+  """All kinds of caches, and that of a scheme that looks back."""
+  _check(_model(name, **MIXERS), tokens_T, separate=True)
 
 
-@pytest.mark.more
-def test_latents_of_queries(tokens_T):
-  mla = dataclasses.replace(KINDS["mla"], query_rank=6)
-  _check(_model(mixers=("mla",), mla=mla), tokens_T)
+@pytest.mark.slow
+def test_every_mixer_in_bfloat16(tokens_T):
+  model = _model(**CASES["mixers"], dtype="bfloat16")
+  _check(model, tokens_T, 0.06)
 
 
 def test_a_context_is_what_is_read(tokens_T):

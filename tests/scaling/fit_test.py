@@ -155,21 +155,6 @@ def test_no_healthy_table_has_a_diverged_run():
     assert not fit.failed(runs)
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (5, 1), (2, 3)], ids=str)
-def test_noise_of_a_tenth_of_a_nat_is_no_divergence(shape):
-  """Sizes of which one is three times as noisy as another, losses of 1 to 2."""
-  rng = np.random.default_rng(3)
-  sizes, seeds = shape
-  compute = np.repeat(np.geomspace(1, 100, sizes), seeds)
-  labels = np.repeat(range(sizes), seeds), np.tile(range(seeds), sizes)
-  named = 0
-  for _ in range(500):
-    noise = np.repeat(rng.choice([0.03, 0.1], sizes), seeds)
-    loss = 2.2 * compute**-0.1 + noise * rng.standard_normal(len(compute))
-    named += len(fit.failed(fit.Runs(compute, loss, *map(tuple, labels))))
-  assert not named
-
-
 def test_no_run_of_the_scaling_sweep_has_diverged():
   """One ends 0.4 nats above its law: it has trained, and it counts."""
   rows = csv_rows.read(tiny_run.ROOT / "experiments/scaling_law/results.csv")
@@ -228,44 +213,6 @@ def test_sizes_that_agree_by_chance_do_not_hide_the_seeds():
     (exponent.low, exponent.high), (law.exponent - half, law.exponent + half),
     atol=0.1 * half,
   )  # fmt: skip
-
-
-def test_draws_come_from_the_generator():
-  runs = {"a": planted(fit.PowerLaw(1.5, 0.06), np.random.default_rng(7))}
-  samples = [
-    fit.fit_schemes(runs, np.random.default_rng(seed), num_samples=5)["a"]
-    for seed in (0, 0, 1)
-  ]
-  assert samples[0] == samples[1] != samples[2]
-
-
-def test_a_failed_run_is_left_out():
-  law = fit.PowerLaw(1.5, 0.06)
-  all_runs = planted(law, np.random.default_rng(10))
-  part = fit.Runs(all_runs.compute[1:], all_runs.loss[1:], all_runs.size[1:],
-                  all_runs.seed[1:])  # fmt: skip
-  fits = fit.fit_schemes(
-    {"whole": all_runs, "part": part}, np.random.default_rng(11), num_samples=20
-  )
-  assert len(fits["whole"].samples) == len(fits["part"].samples) == 20
-  assert fits["part"].law != fits["whole"].law
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_two_runs_have_no_interval(more):
-  """Every draw would be these two, and the interval of width zero.
-
-  Also if another scheme has more runs.
-  """
-  columns = [1, 10, 99], [3, 2, 1.5], ("s", "m", "l"), (0, 0, 0)
-  runs = {
-    "a": fit.Runs(*(column[: 2 + more] for column in columns)),
-    "b": fit.Runs([1, 10], [2.9, 1.9], ("s", "m"), (0, 0)),
-  }
-  fits = fit.fit_schemes(runs, np.random.default_rng(12), num_samples=20)
-  advantage = compute_advantage(fits["a"], fits["b"], 10)
-  for estimate in (*(fitted.exponent() for fitted in fits.values()), advantage):
-    assert estimate == (estimate.value, None, None)
 
 
 @pytest.mark.usefixtures("any_arguments")

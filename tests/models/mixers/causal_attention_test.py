@@ -244,30 +244,6 @@ def test_a_named_kernel_that_cannot_run_says_so(
     jax.jit(lambda *a: _all(kernel, segments, *a))(*arrays)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
-def test_cudnn_is_asked_where_it_is_there(kernel, monkeypatch):
-  """With JAX's plain form of the same function in its place."""
-  plain, calls = jax.nn.dot_product_attention, []
-
-  def attend(*args, implementation, **kwargs):
-    calls.append(implementation)
-    return plain(*args, **kwargs)
-
-  arrays = _inputs(9, 4, 2, 24, 16, "bfloat16")
-  expected = _all("tiled", None, *arrays)
-  monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
-  on_cpu = causal_attention.KERNELS["cudnn"]._replace(platform="cpu")
-  monkeypatch.setitem(causal_attention.KERNELS, "cudnn", on_cpu)
-  jax.clear_caches()
-  with jax.numpy_dtype_promotion("standard"):  # JAX's form relies on that.
-    actual = jax.jit(lambda *a: _all(kernel, None, *a))(*arrays)
-  jax.clear_caches()
-  assert set(calls) == {"cudnn"}
-  for a, b in zip(_widened(actual), _widened(expected)):
-    np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())
-
-
 def test_documents_of_packed_rows():
   ids = jnp.asarray([[3, 3, 3, 1, 1, 0], [2, 2, 2, 2, 2, 2]], jnp.int32)
   lengths, starts, fit = causal_attention.documents(ids, 3)

@@ -113,14 +113,22 @@ def _chunk(start, length):
   return cache_lib.Chunk(*(jnp.asarray(n, jnp.int32) for n in both))
 
 
-@pytest.mark.parametrize("qkv_norm", [False, True])
-def test_is_its_definition(qkv_norm):
-  module, x_BTD = _module(qkv_norm=qkv_norm), _inputs()
+@pytest.mark.parametrize(
+  "options",
+  [*OPTIONS.values(), dict(qkv_norm=True)],
+  ids=[*OPTIONS, "norms"],
+)
+def test_is_its_definition(options):
+  """At once, and as the first tokens of a cache."""
+  module, x_BTD = _module(**options), _inputs()
   expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
   cores.assert_close(cores.apply(module, x_BTD), expected)
-  if qkv_norm:
-    cache = module.init_cache(BATCH, TOKENS)
-    actual = _extend(module, x_BTD, cache, _chunk(0, TOKENS))[0]
+  for heads in (False, True):
+    # They need no cache, which may be full at once.
+    cache = module.init_cache(
+      BATCH, TOKENS if "qkv_norm" in options else 0, heads
+    )
+    actual, _ = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
     cores.assert_close(actual, expected)
 
 
@@ -128,13 +136,6 @@ def test_packed_documents_do_not_meet():
   module, x_BTD = _module(), _inputs()
   segments_T = np.array([1] * 6 + [2] + [3] * 5)
   cores.assert_documents_apart(module, x_BTD, segments_T, _definition)
-
-
-@pytest.mark.parametrize("option", ["rank", "gate", "all"])
-def test_options_are_their_definition(option):
-  module, x_BTD = _module(**OPTIONS[option]), _inputs()
-  expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
-  cores.assert_close(cores.apply(module, x_BTD), expected)
 
 
 @pytest.mark.parametrize(
@@ -161,15 +162,6 @@ def test_absorbed_is_expanded(pieces, heads, option):
   cores.assert_close(
     np.concatenate(outputs, axis=1), cores.apply(module, x_BTD)
   )
-
-
-@pytest.mark.parametrize("option", ["plain", "all"])
-@pytest.mark.parametrize("heads", [False, True])
-def test_first_tokens_need_no_cache(heads, option):
-  module, x_BTD = _module(**OPTIONS[option]), _inputs()
-  cache = module.init_cache(BATCH, 0, heads)
-  actual, _ = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
-  cores.assert_close(actual, cores.apply(module, x_BTD))
 
 
 def test_latents_cannot_stand_for_several_inputs():
