@@ -17,10 +17,10 @@ if TYPE_CHECKING:
   from attnres_jax import models
 
 
-def add_flags(parser: command_line.Parser, several: bool = False) -> None:
-  """Adds the flags of `find`; --workdir is a list where it may be repeated."""
+def add_flags(parser: command_line.Parser) -> None:
+  """Adds the flags of `find`."""
   parser.add_argument(
-    "--workdir", required=True, action="append" if several else "store",
+    "--workdir", required=True,
     help=f"folder of a run, or a network of the package, {packaged.PREFIX}NAME",
   )  # fmt: skip
   parser.add_argument(

@@ -16,7 +16,6 @@ kill has damaged are named, or written again.
   budget     tokens and chip-hours before a launch
   monitor    progress and time left, read from the files of the runs
   rows       finished runs as a table for fits and files
-  preflight  compiles every program for a TPU slice before the launch
   cli        the flags of run, status, collect and report, for experiments
   actions    what these do
   __main__   the same for any config, with fields to vary

@@ -25,7 +25,6 @@ from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
-from attnres_jax.sweep import preflight
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.train import signals
 
@@ -49,19 +48,11 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   _check_data(selected, offline=options.dry_run)
   prices = budget.prices(selected, plans.rows(options.plans))
   place = budget.place_of(launchers.read(launcher, launch_options))
-  if options.max_chip_hours is not None:
-    name = None if place and "gpus=" in place else place
-    budget.check(
-      selected, prices, options.max_chip_hours, name or options.preflight
-    )
   if place:
     budget.check_planned(selected, prices, place)
   # As comments, since a dry run may print a manifest or a script.
   text = budget.to_text(selected, prices)
   print("\n".join(f"# {line}" for line in text.splitlines()), flush=True)
-  if options.preflight:
-    if not preflight.check(selected, options.preflight, options.plans):
-      return 1
   if not options.dry_run:
     # What the launcher refuses is told before anything is written.
     dry_options = dataclasses.replace(launch_options, dry_run=True)

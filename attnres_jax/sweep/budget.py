@@ -23,8 +23,6 @@ from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.train import account
 
-_FLAG = "--max_chip_hours"
-
 
 @dataclasses.dataclass(frozen=True)
 class Price:
@@ -93,53 +91,6 @@ def to_text(runs: Sequence[grid.Run], planned: Sequence[Price]) -> str:
   ]
   columns = "slice", "runs with a plan", "chip-hours of these, at least"
   return f"{head}\n{text_table.table(columns, lines)}"
-
-
-def check(
-  runs: Sequence[grid.Run],
-  planned: Sequence[Price],
-  most: float,
-  slice_name: str | None,
-) -> None:
-  """Refuses a sweep that costs more than `most` chip-hours.
-
-  Args:
-    runs: that the command selects.
-    planned: of `prices`.
-    most: chip-hours.
-    slice_name: on which they will train; None takes the only one with plans.
-
-  Raises:
-    ConfigError: the sweep costs more, with what fits; or its price is unknown.
-  """
-  if slice_name is None:
-    planned = [p for p in planned if not p.missing] or planned
-    if len(planned) != 1:
-      listed = ", ".join(f"{p.slice_name} ({p.total:,.0f})" for p in planned)
-      config_lib.fail_argument(
-        _FLAG,
-        most,
-        "it with the slice of the launcher or of --preflight; there are plans"
-        f" for {listed or 'none'}",
-      )
-    (price,) = planned
-  else:
-    price = _on(slice_name, runs, planned)
-  if price.missing:
-    config_lib.fail_argument(
-      _FLAG,
-      most,
-      f"a plan of every run for {price.slice_name}; {len(price.missing)} of"
-      f" {len(runs)} have none, such as {price.missing[0]}"
-      " (python -m attnres_jax.plan.search --sweep --save)",
-    )
-  if price.total > most:
-    config_lib.fail_argument(
-      _FLAG,
-      most,
-      f"at least {price.total:,.1f} on {price.slice_name};"
-      f" {_what_fits(price, most)}",
-    )
 
 
 def check_planned(
@@ -233,10 +184,3 @@ def fitting(price: Price, most: float) -> tuple[str, float]:
     words.append(re.escape(word))
     total += hours
   return f"^({'|'.join(words)})-" if words else "", total
-
-
-def _what_fits(price: Price, most: float) -> str:
-  pattern, total = fitting(price, most)
-  if pattern:
-    return f"--only='{pattern}' costs {total:,.1f}"
-  return f"the cheapest run costs {min(price.hours.values()):,.1f}"

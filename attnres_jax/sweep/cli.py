@@ -161,7 +161,6 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
   for name, default, actions, words in (
     ("only", "", "run status collect", "regular expression over names of runs"),
     ("launcher", experiment.launcher, "run", ", ".join(sweep.LAUNCHERS)),
-    ("preflight", None, "run", "compile for this slice first, such as v5p-32"),
     ("plans", plans.FILE, "run", "for optim.accumulate_steps=0"),
     ("max_parallel", 1, "run", "runs at a time"),
     ("watch", 0.0, "status", "seconds between tables"),
@@ -176,10 +175,6 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
   add(
     "--set", action="append", default=[], when=run, metavar="NAME=VALUE",
     help="for a launcher",
-  )  # fmt: skip
-  add(
-    "--max_chip_hours", type=fields.NotNegative, when=run, metavar="N",
-    help="refuse a sweep that its plans say costs more, and say what fits",
   )  # fmt: skip
   add(
     "--dry_run", action="store_true", when=run, help="say what would be started"

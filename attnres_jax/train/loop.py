@@ -90,7 +90,7 @@ class Run:
           batch = sharding.shard_batch(next(self.batches), self.mesh)
         self.state, metrics = self.train_step(self.state, batch)
       self.step += 1
-      self.log.add(self.step, metrics, saving=self.saves.writing)
+      self.log.add(self.step, metrics)
       self._end_profile()
       self._measure(batch)
       if self._due(self.config.checkpoint.every_steps):
@@ -331,8 +331,7 @@ def _begin(
     saves_lib.Saves(workdir, config, info, writer, limit)
   )
   writer.event(step, "ready", seconds=time.perf_counter() - start)
-  collector = stack.enter_context(watch.collector_frozen())
-  stalls = watch.StallWatch(collector)
+  stack.enter_context(watch.collector_frozen())
   profiler = watch.Profiler(config, workdir)
   stack.callback(profiler.close)
   return Run(
@@ -346,7 +345,7 @@ def _begin(
     batches=batches,
     saves=saves,
     writer=writer,
-    log=step_log.StepLog(config, writer, mesh, start=start, stalls=stalls),
+    log=step_log.StepLog(config, writer, mesh, start=start),
     profiler=profiler,
     stop=stop,
   )

@@ -30,7 +30,6 @@ class Saver:
 
   Attributes:
     last_step: of the last save, finished or not; None if there is none.
-    writing: whether a save is being written, as the first process sees it.
   """
 
   def __init__(
@@ -48,7 +47,6 @@ class Saver:
     )
     latest = self._checkpointer.latest
     self.last_step = None if latest is None else latest.step
-    self.writing = False
     self._under_way: Any = None
     self._info: dict[str, Any] = {}
     self._last_bytes = 0
@@ -79,7 +77,6 @@ class Saver:
     files.check_space(self._folder / str(step), self._last_bytes)
     self.last_step = step
     self._info = json.loads(json.dumps(dict(info)))
-    self.writing = True
     with self._explaining():
       self._under_way = self._checkpointer.save_checkpointables_async(
         step,
@@ -115,7 +112,6 @@ class Saver:
     folder = self._folder / next(begins, final.name)
     checksums.write(folder, self._info)
     self._last_bytes = checksums.num_bytes(folder)
-    self.writing = False
 
   def _explaining(self) -> contextlib.AbstractContextManager[None]:
     return files.explaining_full_disk(
@@ -160,11 +156,6 @@ class Saves:
     self._saver.save(step, state, self._info | {"data": position})
     self._pending = step, time.perf_counter() - start
     self._last_step = step
-
-  @property
-  def writing(self) -> bool:
-    """Whether a save is being written."""
-    return self._saver.writing
 
   def wait(self) -> None:
     """Waits until the pending save, if any, is complete."""

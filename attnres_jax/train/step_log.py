@@ -20,7 +20,6 @@ from attnres_jax import flops
 from attnres_jax.common import chips
 from attnres_jax.common import exits
 from attnres_jax.train import metrics as metrics_lib
-from attnres_jax.train import watch
 
 # Checked when a step is not finite.
 _SUSPECTS = ("loss", "z", "grad_norm")
@@ -43,8 +42,7 @@ class StepLog:
   evaluations, saves and depth rows), data_wait_seconds, tokens_per_second (also
   per device). model_flop_utilisation is null on CPU and on chips with unknown
   peak. goodput is the share of this attempt's time that was spent in steps,
-  without waiting for data. A step that took far longer than the others gets an
-  event with its cause.
+  without waiting for data.
   """
 
   def __init__(
@@ -54,7 +52,6 @@ class StepLog:
     mesh: jax.sharding.Mesh,
     *,
     start: float | None = None,
-    stalls: watch.StallWatch | None = None,
     fetch: Callable[[Any], Any] = jax.device_get,
     clock: Callable[[], float] = time.perf_counter,
   ):
@@ -65,13 +62,11 @@ class StepLog:
       writer: of its rows.
       mesh: of its devices.
       start: of this attempt, by the clock; None for now.
-      stalls: judges the time of each step, if given.
       fetch: copies metrics to the host.
       clock: in seconds.
     """
     self._config = config
     self._writer = writer
-    self._stalls = stalls
     self._flops_per_token = flops.flops_per_token(
       config.model, config.data.sequence_length
     ).train
@@ -84,23 +79,18 @@ class StepLog:
     self._mark = clock()
     self._start = self._mark if start is None else start
     self._useful = self._step_wait = 0.0
-    self._saving = False
     self._reset()
 
-  def add(
-    self, step: int, metrics: Mapping[str, Any], saving: bool = False
-  ) -> None:
+  def add(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Accepts the metrics of a step, and writes the previous step's.
 
     Args:
       step: the step just dispatched, counted from 1.
       metrics: arrays of the train step, maybe not computed yet.
-      saving: whether a checkpoint is being written.
 
     Raises:
       NonFiniteError: the step *before* was not finite.
     """
-    self._saving |= saving
     self.drain()
     self._pending = (step, metrics)
 
@@ -115,7 +105,9 @@ class StepLog:
     seconds = now - self._mark
     self._seconds += seconds
     self._mark = now
-    self._judge(step, seconds)
+    wait, self._step_wait = self._step_wait, 0.0
+    self._data_wait += wait
+    self._useful += max(0.0, seconds - wait)
     self._tokens += float(metrics["tokens"])
     self._steps += 1
     self._check_finite(step, metrics)
@@ -141,17 +133,6 @@ class StepLog:
   def pause(self, seconds: float) -> None:
     """Leaves out seconds that have passed and are not part of a step."""
     self._mark += seconds
-
-  def _judge(self, step: int, seconds: float) -> None:
-    """Adds the time of a step to the sums, with an event if it is a stall."""
-    wait, self._step_wait = self._step_wait, 0.0
-    saving, self._saving = self._saving, False
-    self._data_wait += wait
-    self._useful += max(0.0, seconds - wait)
-    if self._stalls is not None:
-      stall = self._stalls.add(seconds, wait, saving)
-      if stall is not None:
-        self._writer.event(step, "stall", **stall)
 
   def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
     scalars = {

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches the steps of a run: traces for XProf, and the causes of stalls."""
+"""Around the steps of a run: traces for XProf, and no collection of garbage."""
 
-import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
 import gc
 import pathlib
 import shutil
-import statistics
 import tempfile
-import time
 from typing import Any
 
 from etils import epath
@@ -20,93 +17,21 @@ from attnres_jax.common import files
 
 PROFILE = "profile"
 
-# A step is a stall above this multiple of the median, and this many seconds
-# above it.
-_TIMES = 3.0
-_SECONDS = 0.5
-# Steps whose median counts, and the fewest that have one.
-_WINDOW, _FEWEST = 100, 10
-# The share of the time above the median that makes something the cause.
-_SHARE = 0.5
-
 
 @contextlib.contextmanager
-def collector_frozen() -> Iterator["Collector"]:
+def collector_frozen() -> Iterator[None]:
   """A context in which Python's collector skips all objects that exist now.
 
   A full collection would otherwise visit everything that start-up created
   (modules, programs) from time to time, which stops the host for a second or
   more while the device waits.
   """
-  collector = Collector()
   gc.collect()
   gc.freeze()
-  gc.callbacks.append(collector.on_collection)
   try:
-    yield collector
+    yield
   finally:
-    gc.callbacks.remove(collector.on_collection)
     gc.unfreeze()
-
-
-class Collector:
-  """Counts the seconds that Python's collector takes."""
-
-  def __init__(self, clock: Callable[[], float] = time.perf_counter):
-    self.seconds = 0.0
-    self._clock = clock
-    self._start = 0.0
-
-  def on_collection(self, phase: str, info: dict[str, int]) -> None:
-    """One of `gc.callbacks`."""
-    del info
-    if phase == "start":
-      self._start = self._clock()
-    else:
-      self.seconds += self._clock() - self._start
-
-
-class StallWatch:
-  """Finds steps that took far longer than the median, and why."""
-
-  def __init__(self, collector: Collector):
-    self._collector = collector
-    self._collected = collector.seconds
-    self._steps: collections.deque[float] = collections.deque(maxlen=_WINDOW)
-
-  def add(
-    self, seconds: float, data_wait: float, saving: bool
-  ) -> dict[str, Any] | None:
-    """A step: what an event says of it if it is a stall, else None.
-
-    Args:
-      seconds: that it took.
-      data_wait: seconds of these in which it waited for a batch.
-      saving: whether a checkpoint was being written.
-    """
-    collected = self._collector.seconds - self._collected
-    self._collected = self._collector.seconds
-    usual = None
-    if len(self._steps) >= _FEWEST:
-      usual = statistics.median(self._steps)
-    self._steps.append(seconds)
-    if usual is None or seconds < max(_TIMES * usual, usual + _SECONDS):
-      return None
-    extra = _SHARE * (seconds - usual)
-    cause = "unknown: the device, a link or another process"
-    if data_wait >= extra:
-      cause = "waiting for data"
-    elif collected >= extra:
-      cause = "Python's collector"
-    elif saving:
-      cause = "writing a checkpoint"
-    return {
-      "cause": cause,
-      "seconds": seconds,
-      "median_seconds": usual,
-      "data_wait_seconds": data_wait,
-      "collector_seconds": collected,
-    }
 
 
 class Profiler:

@@ -2,21 +2,14 @@
 """The command of a sweep: its errors, and its use of the compiler."""
 
 import importlib
-import os
 import sys
-import types
 
-from jax.experimental import topologies
 import pytest
 
 from attnres_jax import sweep
 from attnres_jax.common import csv_rows
-from attnres_jax.common import topology
-from attnres_jax.plan import report
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
-from attnres_jax.sweep import folder as folder_lib
-from attnres_jax.sweep import preflight
 from tests.sweep import tiny_sweep
 
 
@@ -154,51 +147,3 @@ def test_a_file_without_a_sweep(tmp_path, capsys):
   arguments = [f"--config={file}", f"--workdir={tmp_path}"]
   assert cli.main(tiny_sweep.EXPERIMENT, arguments) == 2
   assert "defines no sweep(add)" in capsys.readouterr().err
-
-
-def test_preflight_compiles_each_program_once(
-  main, source, tmp_path, monkeypatch, capsys
-):
-  compiled, slices = [], []
-  gib = 2**30
-
-  def make_report(config, *slice_name):
-    assert slice_name == slices[-1]
-    compiled.append(config)
-    fits = config.model.width == 16
-    sizes = dict(peak_bytes=3 * gib, hbm_bytes=16 * gib, step_seconds=0.25)
-    return dict(fits=fits) | (sizes if fits else {})
-
-  def devices(*slice_name):
-    slices.append(slice_name)
-    return []
-
-  monkeypatch.setattr(report, "make_schedule_report", make_report)
-  monkeypatch.setattr(topology, "devices", devices)
-  runs = grid.load(source)
-  assert preflight.check(runs, "v5e:4x4")
-  assert len(compiled) == 1, "seeds share their program"
-  out = capsys.readouterr().out
-  assert out == (
-    f"{runs[0].name} and 2 more: fits, 3.0 of 16 GiB,"
-    " 0.250 s per step by estimate\n"
-  )
-  wide = tiny_sweep.write(tmp_path / "wide.py", seeds=(0,))
-  wide_runs = grid.load(f"{wide}:width=32")
-  assert not preflight.check([*runs, *wide_runs], "2xv5e-256")
-  assert slices == [("v5e:4x4", 1), ("v5e-256", 2)]
-  assert "1 of 2 programs do not fit 2xv5e-256" in capsys.readouterr().out
-  # Nothing is launched then.
-  monkeypatch.setattr(preflight, "check", lambda *_: False)
-  assert main("--preflight=v5e:4x4") == 1
-  assert folder_lib.read(tmp_path / "sweep") == []
-
-
-def test_workers_inherit_nothing_from_a_preflight(monkeypatch):
-  """Else, they would take their TPU for another one."""
-  described = types.SimpleNamespace(devices=[])
-  monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: described)
-  for name in topology.ENVIRONMENT:
-    monkeypatch.delenv(name, raising=False)
-  assert preflight.check([], "v5e:4x4")
-  assert not topology.ENVIRONMENT.keys() & os.environ.keys()

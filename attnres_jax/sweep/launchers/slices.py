@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One name for each TPU slice, for all launchers and the preflight.
+"""One name for each TPU slice, for all launchers.
 
 `python -m attnres_jax.plan --topology=` accepts the same names, such as
 `v6e:4x4` or `v5p-128`; clouds and schedulers name the same slice differently.
