@@ -149,25 +149,6 @@ def test_fields_that_need_or_exclude_each_other(fields, message):
     _build(**fields)
 
 
-@pytest.mark.parametrize(
-  "values,message",
-  [
-    ({"modle": {}}, "config.modle: got 'modle', .*did you mean 'model'"),
-    (
-      {"model": {"widht": 3}},
-      "config.model.widht: got 'widht', .*did you mean 'width'",
-    ),
-    (
-      {"model": {"residual": {"size": 3}}},
-      "config.model.residual.size: got 'size', expected one of block_size,",
-    ),
-  ],
-)
-def test_unknown_fields(values, message):
-  with pytest.raises(c.ConfigError, match=message):
-    c.build_run_config(values)
-
-
 def test_values_that_are_fine():
   assert _build(model__head_width=7, model__rope_theta=0).model.head_size == 7
   assert _build(optim__peak_lr=1).optim.peak_lr == 1.0  # int for float
@@ -274,21 +255,27 @@ MICRO = "configs/lm.py:size=micro,residual=block_attnres"
 
 
 @pytest.mark.parametrize(
-  "name,meant",
+  "name,words",
   [
-    ("optim.lr", "optim.peak_lr"),
-    ("optim.learning_rate", "optim.peak_lr"),
-    ("lr", "optim.peak_lr"),
-    ("learning_rate", "optim.peak_lr"),
-    ("model.nblocks", "model.residual.num_blocks"),
-    ("batch_size", "data.batch_size"),
-    ("train.sequence_length", "data.sequence_length"),
+    ("modle.width", "config.modle: got 'modle', expected one of checkpoint,"),
+    ("model.residual.size", "expected one of block_size,"),
+    *(
+      (name, f"(did you mean config.{meant}?)")
+      for name, meant in (
+        ("optim.lr", "optim.peak_lr"), ("learning_rate", "optim.peak_lr"),
+        ("model.nblocks", "model.residual.num_blocks"),
+        ("batch_size", "data.batch_size"), ("model.widht", "model.width"),
+        ("train.sequence_length", "data.sequence_length"),
+      )
+    ),
   ],
-)
-def test_an_unknown_field_names_the_one_that_is_meant(name, meant):
+)  # fmt: skip
+def test_an_unknown_field_names_the_one_that_is_meant(name, words):
   with pytest.raises(c.ConfigError) as caught:
     c.load_config(MICRO, {name: 1})
-  assert str(caught.value).endswith(f"(did you mean config.{meant}?)")
+  assert words in str(caught.value)
+  with pytest.raises(c.ConfigError, match="did you mean 'model'"):
+    c.build_run_config({"modle": {}})
 
 
 def test_every_unknown_flag_has_a_hint_of_the_same_kind(capsys):
@@ -378,32 +365,16 @@ def test_a_field_of_residual_that_its_scheme_does_not_read(scheme):
   "given,message",
   [
     ({"model.mixers": ("nope",)}, "model.mixers: got 'nope'"),
-    ({"model.last_mixer": "nope"}, "model.last_mixer: got 'nope'"),
     ({"model.residual.name": "nope"}, "model.residual.name: got 'nope'"),
-    ({"model.residual.streams": 3}, "model.residual.streams: got 3"),
-    (
-      {"model.residual.name": "elmo", "model.residual.read.heads": 0},
-      "model.residual.read.heads: got 0, expected no value of its own",
-    ),
     ({"model.residual.read.heads": 5}, "read.heads: got 5, .* divisor of"),
-    ({"model.residual.read.rank": 999}, "read.rank: got 999, .* at most"),
-    ({"optim.name": "nope"}, "optim.name: got 'nope'"),
     ({"optim.schedule": "nope"}, "optim.schedule: got 'nope'"),
     ({"optim.warmup_steps": 10**6}, "optim.warmup_steps: got 1000000"),
     (
-      {"optim.schedule": "wsd", "optim.decay_shape": "nope"},
-      "optim.decay_shape: got 'nope'",
-    ),
-    (
       {"optim.qk_clip": 9.0, "model.mixers": ("kda",)}, "optim.qk_clip: got 9"
     ),
-    *(
-      (
-        {"model.depth_loop": "scan", "model.residual.name": name},
-        "model.depth_loop: got 'scan', expected 'unrolled' with",
-      )
-      for name in residuals.RESIDUALS
-      if name != "block_attnres"
+    (
+      {"model.depth_loop": "scan", "model.residual.name": "prenorm"},
+      "model.depth_loop: got 'scan', expected 'unrolled' with",
     ),
   ],
 )  # fmt: skip

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax.common import files
 from attnres_jax.flops import __main__ as flops_command
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
@@ -139,16 +138,3 @@ def test_a_sweep_replaces_no_file_of_others(name, tmp_path):
   status, err = _outcome(cli.main, tiny_sweep.EXPERIMENT, flags)
   assert status == 2 and f"{name}, which is there" in err, err
   assert path.read_text() == '{"a": 1}\n'
-
-
-def test_files_that_may_be_replaced(tmp_path):
-  for name, content, marks in (
-    ("a.json", '[{"a": 1, "b": 2}]', ("a",)),
-    ("a.jsonl", '{"a": 1}\n{"b"', ("a",)),
-    ("a.csv", "a,b\n1,2\n", ("b", "a")),
-    ("a", "b c", ("b",)),
-    ("b", "", ("b",)),
-  ):
-    (tmp_path / name).write_text(content)
-    files.write_output("--x", tmp_path / name, "new", marks)
-    assert (tmp_path / name).read_text() == "new"

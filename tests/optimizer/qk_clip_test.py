@@ -119,26 +119,6 @@ class TestMixer:
     np.testing.assert_allclose(core.values, scaled.values, rtol=1e-6)
 
 
-def test_mla_scales_each_part_by_its_own_power():
-  core, scaled = _mixer("mla"), _mixer("mla")
-  factor_N = np.array([1.0, 0.25, 0.5, 0.9], np.float32)
-  scaled.scale_logits(jnp.asarray(factor_N))
-  root, cut = np.sqrt(factor_N)[:, None], MLA.nope_width
-  ratio = np.divide(scaled.query[...], core.query[...])
-  np.testing.assert_allclose(
-    ratio[..., :cut], root[None] + 0 * ratio[..., :cut]
-  )
-  np.testing.assert_allclose(
-    ratio[..., cut:], factor_N[None, :, None] + 0 * ratio[..., cut:], rtol=1e-6
-  )
-  ratio = np.divide(scaled.expand[...], core.expand[...])
-  np.testing.assert_allclose(
-    ratio[..., :cut], root[None] + 0 * ratio[..., :cut]
-  )
-  np.testing.assert_array_equal(ratio[..., cut:], 1)
-  np.testing.assert_array_equal(scaled.compress[...], core.compress[...])
-
-
 def _program(parts=1, clip=0.0, devices=1, **fields):
   config = config_lib.RunConfig(
     model=MODEL,

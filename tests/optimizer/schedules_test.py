@@ -25,60 +25,38 @@ def _cosine(part):
 WSD = dict(schedule="wsd", decay_fraction=0.25)
 
 
+COSINE, LINEAR = dict(schedule="cosine"), dict(schedule="linear")
+CONSTANT = dict(schedule="constant")
+
+
 # Step s is the s+1-th update. Peak 2, final 0.2, 100 steps.
 @pytest.mark.parametrize(
   "warmup,fields,expected",
   [
-    (10, dict(schedule="constant"), {0: 0.2, 4: 1.0, 9: 2, 10: 2, 99: 2}),
-    (0, dict(schedule="constant"), {0: 2.0, 1: 2.0, 99: 2.0}),
-    (
-      10,
-      dict(schedule="cosine"),
-      {
-        0: 0.2,
-        4: 1.0,
-        9: 2.0,
-        10: _cosine(1 / 90),
-        39: _cosine(30 / 90),
-        54: 1.1,
-        98: _cosine(89 / 90),
-        99: 0.2,
-        150: 0.2,
-      },
-    ),
-    (0, dict(schedule="cosine"), {0: _cosine(1 / 100), 49: 1.1, 99: 0.2}),
-    (
-      10,
-      dict(schedule="linear"),
-      {0: 0.2, 9: 2.0, 10: 1.98, 54: 1.1, 98: 0.22, 99: 0.2, 150: 0.2},
-    ),
-    (0, dict(schedule="linear"), {0: 1.982, 49: 1.1, 99: 0.2}),
-    (
-      10,
-      WSD,
-      {
-        0: 0.2,
-        4: 1.0,
-        9: 2.0,
-        10: 2.0,
-        74: 2.0,
-        75: _cosine(1 / 25),
-        86: _cosine(12 / 25),
-        99: 0.2,
-        150: 0.2,
-      },
-    ),
-    (
-      0,
-      WSD | dict(decay_shape="linear"),
-      {0: 2.0, 74: 2.0, 75: 2 - 1.8 / 25, 98: 0.2 + 1.8 / 25, 99: 0.2},
-    ),
+    (10, CONSTANT, {0: 0.2, 4: 1.0, 9: 2, 10: 2, 99: 2}),
+    (0, CONSTANT, {0: 2.0, 1: 2.0, 99: 2.0}),
+    (10, COSINE, {
+      0: 0.2, 4: 1.0, 9: 2.0, 10: _cosine(1 / 90), 39: _cosine(30 / 90),
+      54: 1.1, 98: _cosine(89 / 90), 99: 0.2, 150: 0.2,
+    }),
+    (0, COSINE, {0: _cosine(1 / 100), 49: 1.1, 99: 0.2}),
+    (10, LINEAR, {
+      0: 0.2, 9: 2.0, 10: 1.98, 54: 1.1, 98: 0.22, 99: 0.2, 150: 0.2,
+    }),
+    (0, LINEAR, {0: 1.982, 49: 1.1, 99: 0.2}),
+    (10, WSD, {
+      0: 0.2, 4: 1.0, 9: 2.0, 10: 2.0, 74: 2.0, 75: _cosine(1 / 25),
+      86: _cosine(12 / 25), 99: 0.2, 150: 0.2,
+    }),
+    (0, WSD | dict(decay_shape="linear"), {
+      0: 2.0, 74: 2.0, 75: 2 - 1.8 / 25, 98: 0.2 + 1.8 / 25, 99: 0.2,
+    }),
     (10, WSD | dict(decay_fraction=0.0), {9: 2.0, 50: 2.0, 99: 2.0, 150: 2}),
     # Warm-up straight into decay, and decay all the way.
     (75, WSD, {0: 2 / 75, 73: 148 / 75, 74: 2.0, 75: _cosine(1 / 25), 99: 0.2}),
     (0, WSD | dict(decay_fraction=1.0), {0: _cosine(0.01), 49: 1.1, 99: 0.2}),
   ],
-)
+)  # fmt: skip
 def test_rate_at_its_joins(warmup, fields, expected):
   config = _config(warmup_steps=warmup, **fields)
   rate = schedules.make_schedule(config, 100)
@@ -128,15 +106,8 @@ def test_settled_steps_are_those_that_length_does_not_change(name):
 
   settled = schedules.settled_steps(config, 100)
   same = (rates(100) == rates(200)).all(axis=0)
-  assert (
-    settled
-    == {
-      "constant": math.inf,
-      "linear": 10,
-      "cosine": 10,
-      "wsd": 75,
-    }[name]
-  )
+  expected = dict(constant=math.inf, linear=10, cosine=10, wsd=75)
+  assert settled == expected[name]
   count = min(settled, 150)
   assert same[:count].all() and not same[count:].any()
 

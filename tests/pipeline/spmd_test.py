@@ -25,7 +25,6 @@ from attnres_jax.models.residuals import prenorm
 from attnres_jax.train import checkpoint
 from attnres_jax.train import saves
 from attnres_jax.train import train_state
-from tests import tiers
 from tests import tiny_network
 from tests.pipeline import networks
 
@@ -71,29 +70,63 @@ def _rms(a):
   return np.sqrt(np.mean(np.square(a)))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-  "shape,scheme,fields",
-  [
-    # The second chunk begins within a block.
-    ((2, 1, 2, 14, 2), "block_attnres", {}),
-    pytest.param(
-      (2, 1, 2, 8, 2), "block_attnres", {}, marks=pytest.mark.slow
-    ),
+def _slow():
+  """Shapes, cache rules, forms, loops, and sublayers of many kinds."""
+  for shape in SHAPES:
+    for data in (1, 2):
+      yield shape, dict(data=data), {}
+  for rule in ("naive", "cached"):
+    for schedule in ("fused", "gpipe"):
+      pipeline = dict(rule=rule, schedule=schedule)
+      yield (
+        (2, 2, 2, 4, 1),
+        None,
+        dict(scheme="full_attnres", pipeline=pipeline),
+      )
+  for scheme in (
+    "block_attnres",
+    "full_attnres",
+    "delta_attnres",
+    "delta_block",
+  ):
+    for form in ("two_phase", "one_softmax"):
+      fields = dict(scheme=scheme, form=form, remat="full")
+      yield networks.SMALL, None, fields
+  for shape, fields in (
+    ((2, 1, 2, 8, 2), {}),
     # Blocks begin within a pattern, and recomputation.
+    ((2, 1, 2, 24, 3), dict(scan_layers=True, remat="full")),
+    ((2, 2, 4, 16, 2), {}),
+  ):
+    yield shape, None, dict(depth_loop="scan", **fields)
+  # Ten sublayers on four chunks: two or three, of up to three kinds.
+  kinds = tiny_network.KINDS | dict(last_mixer="mla")
+  cut = dict(fsdp=2, expert=2)
+  for mesh, gather in ((dict(data=2), "tick"), (cut, "tick"), (cut, "step")):
+    yield (2, 2, 2, 10, 4), mesh, dict(pipeline=dict(gather=gather), **kinds)
+
+
+def _cut(gather):
+  """Weights that are cut over the devices of a rank."""
+  fields = dict(scheme="rescaled", pipeline=dict(gather=gather))
+  return (2, 1, 2, 2, 1), dict(fsdp=2), fields
+
+
+@pytest.mark.parametrize(
+  "shape,mesh,fields",
+  [
+    _cut("step"),
+    pytest.param(*_cut("tick"), marks=pytest.mark.more),
+    # The second chunk, which is one loop, begins within a block.
     pytest.param(
-      (2, 1, 2, 24, 3), "block_attnres",
-      dict(scan_layers=True, remat="full"), marks=pytest.mark.slow,
+      (2, 1, 2, 14, 2), None, dict(depth_loop="scan"), marks=pytest.mark.more
     ),
-    pytest.param(
-      (2, 2, 4, 16, 2), "block_attnres", {}, marks=pytest.mark.slow
-    ),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in _slow()),
   ],
-)  # fmt: skip
-def test_sublayers_of_a_chunk_as_one_loop(shape, scheme, fields):
-  networks.assert_as_on_one_device(
-    networks.config(shape, scheme=scheme, depth_loop="scan", **fields)
-  )
+)
+def test_equals_one_device(shape, mesh, fields):
+  """In float64, where rounding cannot hide a mistake."""
+  networks.assert_as_on_one_device(networks.config(shape, mesh, **fields))
 
 
 @pytest.mark.parametrize(
@@ -120,16 +153,6 @@ def test_autodiff_of_the_forward_loop_and_evaluation():
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@tiers.parametrize("gather", ["tick", "step"], first=["step"])
-def test_weights_that_are_cut_over_devices_of_a_rank(gather):
-  pipeline = dict(gather=gather)
-  networks.assert_as_on_one_device(
-    networks.config(
-      (2, 1, 2, 2, 1), dict(fsdp=2), scheme="rescaled", pipeline=pipeline
-    )
-  )
-
-
 @pytest.mark.slow
 def test_weights_that_travel_in_bfloat16_lose_nothing():
   """Whoever casts them, a product sees the same numbers."""
@@ -140,26 +163,6 @@ def test_weights_that_travel_in_bfloat16_lose_nothing():
     )
     results.append(jax.device_get(networks.call(compiled, arguments)))
   networks.assert_equal(*results, 1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["naive", "cached"])
-@pytest.mark.parametrize("schedule", ["fused", "gpipe"])
-def test_other_rules(rule, schedule):
-  networks.assert_as_on_one_device(
-    networks.config(
-      (2, 2, 2, 4, 1),
-      scheme="full_attnres",
-      pipeline=dict(rule=rule, schedule=schedule),
-    )
-  )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("data", [1, 2])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_many_shapes(shape, data):
-  networks.assert_as_on_one_device(networks.config(shape, dict(data=data)))
 
 
 @pytest.mark.parametrize(
@@ -176,39 +179,6 @@ def test_float32(shape):
   # One copy of the smallest, whose program programs_test.py compiles, too.
   copies = dict(data=2) if shape[3] > 2 else None
   _assert_as_exact_as_one_device(networks.config(shape, copies))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "scheme", ["block_attnres", "full_attnres", "delta_attnres", "delta_block"]
-)
-@pytest.mark.parametrize("form", ["two_phase", "one_softmax"])
-def test_forms_and_remat(scheme, form):
-  config = networks.config(networks.SMALL, scheme=scheme, remat="full")
-  residual = dataclasses.replace(config.model.residual, form=form)
-  model = dataclasses.replace(config.model, residual=residual)
-  networks.assert_as_on_one_device(dataclasses.replace(config, model=model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("mesh", "gather"),
-  [
-    (dict(data=2), "tick"),
-    (dict(fsdp=2, expert=2), "tick"),
-    (dict(fsdp=2, expert=2), "step"),
-  ],
-)
-def test_kinds_that_differ_from_chunk_to_chunk(mesh, gather):
-  """Ten sublayers on four chunks: two or three, of up to three kinds."""
-  config = networks.config(
-    (2, 2, 2, 10, 4),
-    mesh,
-    last_mixer="mla",
-    pipeline=dict(gather=gather),
-    **tiny_network.KINDS,
-  )
-  networks.assert_as_on_one_device(config)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms within the stream against their equations."""
+"""Constants, starts and norms of schemes with norms within the stream."""
 
 import jax
 import numpy as np
@@ -9,36 +9,6 @@ from attnres_jax import config as config_lib
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 from tests import tiny_network
-from tests.models import trunks
-
-ALPHA = {"postnorm": 1.0, "deepnorm": 5**0.25, "keel": 5.0}
-
-
-def _postnorm(alpha):
-  def definition(sublayers, p, h):
-    for l, f in enumerate(sublayers):
-      h = trunks.rms_norm(alpha * h + f(h), trunks.EPS) * p.gain[l]
-    return h
-
-  return definition
-
-
-def _hybridnorm(sublayers, p, x):
-  for block in range(len(sublayers) // 2):
-    mixer, mlp = sublayers[2 * block : 2 * block + 2]
-    y = mixer(x) + x
-    n = trunks.rms_norm(y, trunks.EPS) * p.gain[block]
-    x = mlp(n) + n
-  return x
-
-
-@pytest.mark.parametrize("name", ALPHA)
-def test_is_its_definition(float64, name):
-  trunks.check(name, _postnorm(ALPHA[name]))
-
-
-def test_hybridnorm_is_its_definition(float64):
-  trunks.check("hybridnorm", _hybridnorm, 6)
 
 
 @pytest.mark.parametrize(
