@@ -107,9 +107,8 @@ def _slow():
 
 
 def _cut(gather):
-  """Weights that are cut over the devices of a rank."""
-  fields = dict(scheme="rescaled", pipeline=dict(gather=gather))
-  return (2, 1, 2, 2, 1), dict(fsdp=2), fields
+  """Weights cut over the devices of a rank, and messages of several blocks."""
+  return (2, 2, 2, 4, 1), dict(fsdp=2), dict(pipeline=dict(gather=gather))
 
 
 @pytest.mark.parametrize(
