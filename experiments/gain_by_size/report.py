@@ -31,6 +31,7 @@ def rates(rows: Sequence[Row]) -> str:
   """A table of losses at the pilot's size; each scheme's lowest is bold."""
   frame = losses_lib.frame(rows).astype({"peak_lr": float})
   means = frame.pivot_table("loss", "residual", "peak_lr", sort=False)
+  means = means[sorted(means)]
   lines = [
     [figures.name_of(scheme), *losses_lib.bold(row, row.idxmin())]
     for scheme, row in means.iterrows()

@@ -7,6 +7,7 @@ import zipfile
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import csv_rows
 from attnres_jax.scaling import architecture
 from attnres_jax.scaling import grid
 from experiments.gain_by_size import config
@@ -31,21 +32,31 @@ def test_parameters_and_tokens_are_those_of_the_network(size):
   assert not (run.train.eval_every or run.train.depth_every)
   assert run.train.steps % run.train.log_every == 0
   assert run.optim.peak_lr * run.model.width == pytest.approx(
-    config.TRIED_RATES[0] * 64
+    config.RATES["block_attnres"] * 64
   )
 
 
-def test_runs_of_both_parts(monkeypatch):
+def test_runs_of_both_parts():
   rates = grid.load(SPEC)
-  assert len({run.name for run in rates}) == 4 * 3
-  with pytest.raises(config_lib.ConfigError, match="run part=rates"):
-    monkeypatch.setattr(config, "RATES", {})
-    config.sweep(lambda **_: None, "part=gain")
+  next_rates = sum(map(len, config.TRIED_NEXT.values()))
+  assert len({run.name for run in rates}) == 4 * 3 + next_rates
   given = []
-  monkeypatch.setattr(config, "RATES", dict.fromkeys(config.SCHEMES, 0.005))
   config.sweep(lambda **run: given.append(run), "part=gain")
-  assert len(given) == 4 * 4 * 4
+  assert len(given) == 4 * 4 * len(config.SIZES)
   assert {run["seed"] for run in given}.isdisjoint({config.RATE_SEED})
+
+
+def test_own_rates_have_the_lowest_loss_and_are_at_no_end():
+  rows = csv_rows.read("experiments/gain_by_size/rates.csv")
+  for scheme in config.SCHEMES:
+    losses = {
+      float(row["peak_lr"]): float(row["validation_loss"])
+      for row in rows
+      if row["residual"] == scheme
+    }
+    best = min(losses, key=losses.__getitem__)
+    assert config.RATES[scheme] == best
+    assert min(losses) < best < max(losses)
 
 
 def test_a_corpus_has_no_copies(tmp_path):
@@ -103,7 +114,7 @@ def test_what_a_gain_is_worth():
   assert (
     "Block AttnRes reaches" in text and "at equal seconds it is ahead" in text
   )
-  assert "Nobody has run 16m yet." in text
+  assert "Nobody has run 0.07m, 0.14m, 16m yet." in text
   table = report.results(rows)
   assert "| 1.10 |" in table and "| 16m | Block AttnRes |  |  |" in table
   assert report.figure(rows).axes[1].get_xlabel() == "seconds of 1 x cpu"
