@@ -53,7 +53,7 @@ class DataConfig(fields.Checked, prefix="data"):
 
   alternatives = (("path",), ("paths", "weights"))
   source: fields.Text[
-    Literal["stdlib", "text", "jsonl", "parquet", "arrayrecord", "tokens"]
+    Literal["stdlib", "text", "jsonl", "parquet", "tokens"]
   ] = "stdlib"
   path: fields.Place[fields.Path] = ""
   paths: fields.Place[tuple[fields.Path, ...]] = ()

@@ -4,7 +4,7 @@
 Training only needs `open_dataset(config.data, "train").batches()`. No module of
 this package starts a JAX device.
 
-Libraries read Parquet, zst, ArrayRecord and vocabularies, shuffle and batch.
+Libraries read Parquet, zst and vocabularies, shuffle and batch.
 The room exceeds its budget by what libraries lack: errors that name file, line
 and field, splits that never leak, `prepare` that resumes to the same bytes, the
 texts of imported tokenizers, and packing.

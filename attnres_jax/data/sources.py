@@ -24,7 +24,7 @@ from attnres_jax.data import text as text_lib
 from attnres_jax.data import token_files
 from attnres_jax.data import tokenizer as tokenizer_lib
 
-TEXT_SOURCES = ("arrayrecord", "jsonl", "parquet", "stdlib", "text")
+TEXT_SOURCES = ("jsonl", "parquet", "stdlib", "text")
 """The sources that `prepare` can read."""
 
 # Documents are encoded in batches of this size, because libraries take 100

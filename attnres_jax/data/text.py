@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text files as documents: a folder, JSON lines, Parquet, ArrayRecord.
+"""Text files as documents: a folder, JSON lines, Parquet.
 
 Where the names of files do not decide (see `paths`), the split of a text file
 is decided by its relative path and the split of a record by its text. A single
@@ -137,22 +137,6 @@ def _read_parquet(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
         number += 1
 
 
-def _read_records(file: paths.File, field: str) -> Iterator[tuple[str, bytes]]:
-  import grain
-
-  del field
-  local = file.local()
-  with (
-    file.reading("an ArrayRecord file"),
-    grain.sources.ArrayRecordDataSource([local]) as records,
-  ):
-    for first in range(0, len(records), _RECORDS_AT_ONCE):
-      last = min(first + _RECORDS_AT_ONCE, len(records))
-      numbers = range(first, last)
-      for number, text in zip(numbers, records.__getitems__(list(numbers))):
-        yield f", record {number}", text
-
-
 def _no_field(field: str, accepted: str) -> None:
   config_lib.fail("data.text_field", field, accepted)
 
@@ -173,7 +157,6 @@ class _Format(NamedTuple):
 
 
 FORMATS = {
-  "arrayrecord": _Format((".array_record", ".arrayrecord"), _read_records),
   "jsonl": _Format((".jsonl",), _read_jsonl, True),
   "parquet": _Format((".parquet",), _read_parquet, True),
   "text": _Format((), _read_text),

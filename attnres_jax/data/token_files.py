@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flat token files (.bin) of little-endian ids.
 
-Two forms, which are distinguished by their content, not by a flag:
-
-- a headerless file `x.bin` with a sidecar `x.json`, which `prepare` writes, and
-  which can also be written by hand. Required: "dtype" ("uint16" or "uint32").
-  Optional: "count" (of ids; all of the file by default), "header_bytes" (to
-  skip, default 0), "vocab_size", "separator_id" (the id between documents),
-  "tokenizer" (an object with "name" and, of a vocabulary file, "sha256") and
-  "sha256" (of the ids' bytes);
-- shards of llm.c: 256 int32 (magic, version, count, zeros), then the ids.
-  Magic 20240520 and version 1 mean GPT-2's vocabulary in uint16. 20240801 and 7
-  mean Llama 3's in uint32.
+Each file `x.bin` has a sidecar `x.json`, which `prepare` writes, and which can
+also be written by hand. Required: "dtype" ("uint16" or "uint32"). Optional:
+"count" (of ids; by default all of the file), "header_bytes" (to skip; 0 by
+default, 1024 in shards of llm.c), "vocab_size", "separator_id" (the id between
+documents), "tokenizer" (an object with "name" and, of a vocabulary file,
+"sha256") and "sha256" (of the ids' bytes).
 
 The token that separates documents is the one that the tokenizer has as its
 separator, or the files are refused: a network would end its texts with one
@@ -46,12 +41,6 @@ DATASET_FILE = "dataset.json"
 
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
-_LLMC_HEADER_BYTES = 256 * 4
-# Magic: version, dtype, vocabulary size, the id that opens a document.
-_LLMC_FORMATS = {
-  20240520: (1, "uint16", 50257, 50256),
-  20240801: (7, "uint32", 128256, 128000),
-}
 # Up to this size, all ids are checked against the vocabulary, and the hash
 # against the sidecar's, when a file is opened. For larger data, samples are
 # checked against the vocabulary, and every row when it is read.
@@ -229,20 +218,17 @@ def _read_headers(files: Sequence[paths.File]) -> list[TokenFile]:
 
 
 def read_header(file: paths.File) -> TokenFile:
-  """Reads the sidecar or llm.c header and checks it against the file's size."""
+  """Reads the sidecar and checks it against the file's size."""
   if not files_lib.is_file(file.path):
     file.fail("an existing token file")
   size = file.path.stat().length
   sidecar = file._replace(path=file.path.with_suffix(".json"))
-  if files_lib.is_file(sidecar.path):
-    token_file = _from_sidecar(file, sidecar, size)
-    told_by = sidecar.path.name
-  else:
-    token_file = _from_llmc_header(file)
-    told_by = "its header"
+  if not files_lib.is_file(sidecar.path):
+    file.fail(f"a token file with a sidecar {sidecar.path.name} beside it")
+  token_file = _from_sidecar(file, sidecar, size)
   if size != token_file.num_bytes:
     file.fail(
-      f"a file of {token_file.num_bytes} bytes, as {told_by} says"
+      f"a file of {token_file.num_bytes} bytes, as {sidecar.path.name} says"
       f" ({token_file.count} {token_file.dtype} ids), not of {size}: it is cut"
       " off or damaged"
     )
@@ -265,29 +251,6 @@ def _from_sidecar(
   header_bytes = header.setdefault("header_bytes", 0)
   header.setdefault("count", max(0, size - header_bytes) // dtype.itemsize)
   return TokenFile(file, **header)
-
-
-def _from_llmc_header(file: paths.File) -> TokenFile:
-  with file.path.open("rb") as opened:
-    header = np.frombuffer(opened.read(3 * 4).ljust(3 * 4, b"\0"), "<i4")
-  magic = int(header[0])
-  if magic not in _LLMC_FORMATS:
-    magics = " or ".join(map(str, _LLMC_FORMATS))
-    sidecar = file.path.with_suffix(".json").name
-    file.fail(
-      f"a token file: a sidecar {sidecar} beside it, or an llm.c header with"
-      f" magic {magics} (found {magic})"
-    )
-  version, dtype, vocab_size, separator_id = _LLMC_FORMATS[magic]
-  if header[1] != version or header[2] < 0:
-    file.fail(
-      f"an llm.c header of version {version} with a count of at least 0"
-      f" (found version {header[1]}, count {header[2]})"
-    )
-  count = int(header[2])
-  return TokenFile(
-    file, dtype, count, _LLMC_HEADER_BYTES, vocab_size, separator_id
-  )
 
 
 def _prepared_files(

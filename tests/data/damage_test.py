@@ -8,7 +8,6 @@ as a letter of plain text, other text is read, and that is all.
 import gzip
 import json
 import os
-import struct
 
 import numpy as np
 import pytest
@@ -43,11 +42,6 @@ def _tokens(path):
   path.with_suffix(".json").write_text(json.dumps(sidecar))
 
 
-def _llmc(path):
-  header = struct.pack("<256i", 20240520, 1, len(_IDS), *[0] * 253)
-  path.write_bytes(header + _IDS.tobytes())
-
-
 # name of the damaged file: its source, and what writes it.
 _FILES = {
   "a.txt": ("text", lambda path: path.write_text("".join(_TEXTS))),
@@ -62,11 +56,7 @@ _FILES = {
   "a.parquet": (
     "parquet", lambda path: text_test.write_parquet(path, _TEXTS)
   ),
-  "a.array_record": (
-    "arrayrecord", lambda path: text_test.write_arrayrecord(path, _TEXTS)
-  ),
   "a.bin": ("tokens", _tokens),
-  "a_shard.bin": ("tokens", _llmc),
 }  # fmt: skip
 
 
@@ -98,7 +88,6 @@ def _read(name, path):
   config = config_lib.DataConfig(
     source=source, path=str(path), validation_path=str(held_out),
     sequence_length=200, batch_size=7, num_threads=0,
-    tokenizer="ids" if name == "a_shard.bin" else "bytes",
   )  # fmt: skip
   dataset = data.open_dataset(config, "train")
   batches = dataset.batches()

@@ -87,13 +87,17 @@ def _ending(folder, documents):
   return _sidecar(folder, documents, ends=True)
 
 
-def _llmc(folder, documents):
-  """Two shards, of which the second begins inside a document."""
+def _header(folder, documents):
+  """Two shards as of llm.c, of which the second begins inside a document."""
   ids = [i for document in documents for i in [50256, *document]]
+  sidecar = {
+    "dtype": "uint16", "header_bytes": 1024, "vocab_size": 50257,
+    "separator_id": 50256,
+  }  # fmt: skip
   for number, part in enumerate((ids[:43], ids[43:])):
-    header = [20240520, 1, len(part)] + [0] * 253
-    content = struct.pack(f"<256i{len(part)}H", *header, *part)
+    content = bytes(1024) + struct.pack(f"<{len(part)}H", *part)
     (folder / f"c_train_{number:06}.bin").write_bytes(content)
+    (folder / f"c_train_{number:06}.json").write_text(json.dumps(sidecar))
   return {"source": "tokens", "path": str(folder), "tokenizer": "ids"} | {
     "tokenizer_path": ""
   }
@@ -101,7 +105,7 @@ def _llmc(folder, documents):
 
 _WAYS = {
   "jsonl": _jsonl, "prepared": _prepared, "sidecar": _sidecar,
-  "ending": _ending, "llmc": _llmc,
+  "ending": _ending, "header": _header,
 }  # fmt: skip
 
 

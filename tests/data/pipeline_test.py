@@ -183,7 +183,7 @@ class TestPipeline:
   @pytest.mark.parametrize(
     "fields,message",
     [
-      ({"source": "webtext"}, "data.source: got 'webtext'.*arrayrecord, js"),
+      ({"source": "webtext"}, "data.source: got 'webtext'.*jsonl, "),
       ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
       ({"sequence_length": 93}, "length: got 93.*93 tokens to train on in /"),
       ({"seed": 2**32}, "data.seed"),

@@ -40,27 +40,13 @@ def write_parquet(path, texts):
   parquet.write_table(table, path, row_group_size=4)
 
 
-def write_arrayrecord(path, texts):
-  module = pytest.importorskip("array_record.python.array_record_module")
-  writer = module.ArrayRecordWriter(str(path), "group_size:1")
-  for text in texts:
-    writer.write(text.encode())
-  writer.close()
-
-
 def _write_parquet(folder):
   write_parquet(folder / "a.parquet", _TEXTS[:9])
   write_parquet(folder / "b.parquet", _TEXTS[9:])
 
 
-def _write_arrayrecord(folder):
-  write_arrayrecord(folder / "a.array_record", _TEXTS[:9])
-  write_arrayrecord(folder / "b.array_record", _TEXTS[9:])
-
-
 _WRITERS = {
   "text": _write_text, "jsonl": _write_jsonl, "parquet": _write_parquet,
-  "arrayrecord": _write_arrayrecord,
 }  # fmt: skip
 
 
@@ -81,7 +67,7 @@ class TestTextSources:
     for start in range(len(_TEXTS) + 1):
       assert list(opened.iterate(start)) == everything[start:]
 
-  @pytest.mark.parametrize("source", ["jsonl", "parquet", "arrayrecord"])
+  @pytest.mark.parametrize("source", ["jsonl", "parquet"])
   def test_records_are_split_by_their_text_alone(self, source):
     _WRITERS[source](self.folder)
     keys = {d.text: d.key for d in _open(source, self.folder).iterate()}

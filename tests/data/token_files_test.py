@@ -18,12 +18,6 @@ from attnres_jax.data import text_format
 _IDS = [256, 104, 105, 0, 256, 255, 7, 7, 7, 1, 2, 3]
 
 
-def _llmc(ids, magic=20240520, version=1, count=None, code="H"):
-  header = [magic, version, len(ids) if count is None else count]
-  header += [0] * (256 - len(header))
-  return struct.pack("<256i", *header) + struct.pack(f"<{len(ids)}{code}", *ids)
-
-
 def _raw(ids, code="H"):
   return struct.pack(f"<{len(ids)}{code}", *ids)
 
@@ -69,29 +63,22 @@ class TestTokenFiles:
     for path in ("x.bin", "", "*.bin"):
       assert self._read(self._config(path)) == _IDS
 
-  def test_header_bytes_are_skipped(self):
-    sidecar = {"dtype": "uint16", "count": 12, "header_bytes": 6}
-    self._write("x.bin", b"header" + _raw(_IDS), sidecar)
-    assert self._read(self._config()) == _IDS
-
-  @pytest.mark.parametrize(
-    "magic,version,code,vocab_size,separator_id",
-    [(20240520, 1, "H", 50257, 50256), (20240801, 7, "I", 128256, 128000)],
-  )
-  def test_llmc_shards(self, magic, version, code, vocab_size, separator_id):
-    first = [separator_id, 5, 6, separator_id, 9]
-    second = [separator_id, 1, 2, 3, 4]
-    self._write("a_train_000001.bin", _llmc(first, magic, version, code=code))
-    self._write("a_train_000002.bin", _llmc(second, magic, version, code=code))
-    self._write("a_val_000000.bin", _llmc(first, magic, version, code=code))
+  def test_shards_with_a_header(self):
+    """Those of llm.c have one of 1024 bytes."""
+    first, second = [300, 5, 6, 300, 9], [300, 1, 2, 3, 4]
+    sidecar = {"dtype": "uint16", "header_bytes": 1024, "vocab_size": 301}
+    for name, ids in (
+      ("a_train_1", first), ("a_train_2", second), ("a_val_0", first),
+    ):  # fmt: skip
+      content = bytes(1024) + _raw(ids)
+      self._write(f"{name}.bin", content, sidecar | {"separator_id": 300})
     config = self._config(tokenizer="ids", segment_ids=True)
-    assert self._read(config) == first + second + [separator_id]
-    assert self._read(config, "validation") == first + [separator_id]
+    assert self._read(config) == first + second + [300]
+    assert self._read(config, "validation") == first + [300]
     tokenizer = data.make_tokenizer(config)
-    assert tokenizer.vocab_size == vocab_size
-    assert tokenizer.separator_id == separator_id
+    assert (tokenizer.vocab_size, tokenizer.separator_id) == (301, 300)
     row = _rows(config, "train")[1]
-    assert list(row["tokens"]) == [6, separator_id, 9]
+    assert list(row["tokens"]) == [6, 300, 9]
     assert list(row["segment_ids"]) == [1, 2, 2]
 
   def test_without_a_separator_no_id_ends_a_text(self):
@@ -113,23 +100,10 @@ class TestTokenFiles:
     ):
       data.open_dataset(self._config("x.bin"), "validation")
 
-  @pytest.mark.parametrize(
-    "content,message",
-    [
-      (_llmc(_IDS)[:-1], r"x.bin'.*1048 bytes.*not of 1047.*cut off"),
-      (_llmc(_IDS) + b"\0", r"x.bin'.*not of 1049"),
-      (_llmc(_IDS)[:1000], r"x.bin'.*not of 1000"),
-      (_llmc(_IDS, magic=20240521), "20240520 or 20240801 .found 20240521"),
-      (_llmc(_IDS, version=2), r"version 1 .*found version 2"),
-      (_llmc(_IDS, count=-1), r"count of at least 0"),
-      (b"", r"x.bin'.*sidecar x.json.*found 0"),
-    ],
-  )
-  def test_damaged_llmc_shards(self, content, message):
-    self._write("x.bin", content)
-    config = self._config("x.bin", tokenizer="ids")
-    with pytest.raises(config_lib.ConfigError, match=message):
-      data.open_dataset(config, "train")
+  def test_a_file_without_a_sidecar(self):
+    self._write("x.bin", _raw(_IDS))
+    with pytest.raises(config_lib.ConfigError, match="sidecar x.json beside"):
+      data.open_dataset(self._config("x.bin"), "train")
 
   @pytest.mark.parametrize(
     "changes,message",
@@ -299,18 +273,15 @@ class TestTokenFiles:
     path = str(self.folder / "tokenizer.json")
     return {"tokenizer": "hf", "tokenizer_path": path}
 
-  @pytest.mark.parametrize("way,first", [("sidecar", 50), ("shard", 128_000)])
-  def test_another_separator_is_refused_with_both_named(self, way, first):
+  def test_another_separator_is_refused_with_both_named(self):
     """Llama 3's files open a document, and its tokenizer ends a text."""
     begin, end = "<|begin_of_text|>", "<|end_of_text|>"
     reserved = [f"<|reserved_{i}|>" for i in range(254)]
+    first = 50
     fields = self._vocabulary(first, [begin, end, *reserved])
     ids = [first, 5, 6, first, 7, 8]
-    if way == "shard":
-      self._write("x.bin", _llmc(ids, 20240801, 7, code="I"))
-    else:
-      sidecar = {"dtype": "uint32", "separator_id": first}
-      self._write("x.bin", _raw(ids, "I"), sidecar)
+    sidecar = {"dtype": "uint32", "separator_id": first}
+    self._write("x.bin", _raw(ids, "I"), sidecar)
     message = rf"by id {first} \(.*begin.*\), not by id {first + 1} \(.*end"
     with pytest.raises(config_lib.ConfigError, match=message):
       data.open_dataset(self._config("x.bin", **fields), "train")
