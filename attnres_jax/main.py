@@ -44,11 +44,6 @@ def make_parser() -> command_line.Parser:
   add = parser.add_argument
   parser.add_config()
   add("--workdir", help="of the run, local, gs:// or s3://; created if needed")
-  add(
-    "--resume_with_changed_config",
-    action="store_true",
-    help="resume a run even if its configuration or data differ",
-  )
   parser.add_plans()
   command_line.add_cluster(parser)
   return parser
@@ -69,7 +64,6 @@ def _train(options: argparse.Namespace) -> exits.Exit:
     summary = loop.train_and_evaluate(
       config,
       options.workdir,
-      resume_with_changed_config=options.resume_with_changed_config,
       leave=_leave_early,
       plans=options.plans,
     )

@@ -192,8 +192,9 @@ class Parser(argparse.ArgumentParser):
         stop(f"{name or 'argument'}: got {value!r}, expected text in UTF-8")
     if self._has_config:
       args = list(_with_fields(args))
-    if self._has_config and (request := _help_config(args)) is not None:
-      self.exit(run(_print_fields, *request))
+    if any(arg.partition("=")[0] == "--help_config" for arg in args):
+      for action in self._actions:
+        action.required = False
     options = super().parse_args(args, namespace)
     for action in self._actions:
       if hasattr(options, action.dest) and action.type is not text:
@@ -219,6 +220,8 @@ class Parser(argparse.ArgumentParser):
       if spec is None and fields:
         stop("--config: missing, expected a file, with --config.FIELD=VALUE")
       options.config = None if spec is None else config_lib.Source(spec, fields)
+      if options.help_config is not None:
+        self.exit(run(_print_fields, options.help_config, options.config))
     return options
 
   def error(self, message: str) -> NoReturn:
@@ -365,28 +368,6 @@ def _with_fields(args: Sequence[str]) -> Iterator[str]:
     elif value is None:
       value = "true" if kind is bool else next(rest, "")
     yield f"{_FIELD}={field}={value}"
-
-
-def _help_config(
-  args: Sequence[str],
-) -> tuple[str, config_lib.Source | None] | None:
-  """What --help_config asks for: a part, and the config that is named."""
-  parser = argparse.ArgumentParser(
-    add_help=False, allow_abbrev=False, exit_on_error=False
-  )
-  parser.add_argument("--help_config", nargs="?", const="")
-  parser.add_argument("--config")
-  parser.add_argument(_FIELD, dest="fields", action="append", default=[])
-  try:
-    flags, _ = parser.parse_known_args(args)
-  except argparse.ArgumentError:
-    return None  # `parse_args` says what is wrong.
-  if flags.help_config is None:
-    return None
-  if flags.config is None:
-    return flags.help_config, None
-  fields = dict(word.partition("=")[::2] for word in flags.fields)
-  return flags.help_config, config_lib.Source(flags.config, fields)
 
 
 def _print_fields(part: str, source: config_lib.Source | None) -> None:

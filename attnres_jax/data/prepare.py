@@ -13,8 +13,7 @@ Every file gets its name only when it is complete: ids first, then the sidecar,
 `dataset.json` last. A shard ends with a document, and its sidecar says which
 document comes next. If the command is interrupted, rerun it to resume after the
 last complete shard; the result is the same bytes. If the source (by names and
-sizes), tokenizer or an option has changed, the command refuses, unless
---overwrite starts again.
+sizes), tokenizer or an option has changed, the command refuses.
 """
 
 from collections.abc import Sequence
@@ -47,7 +46,6 @@ def prepare(
   output: str,
   *,
   shard_tokens: int = SHARD_TOKENS,
-  overwrite: bool = False,
   progress: bool = True,
 ) -> token_files.Dataset:
   """Writes the token files of both splits, or resumes writing them.
@@ -56,7 +54,6 @@ def prepare(
     config: source, path, split and tokenizer.
     output: folder, local, gs:// or s3://; created if needed.
     shard_tokens: a shard ends with the document that reaches this many.
-    overwrite: replace files from another source or other options.
     progress: show a bar.
 
   Returns:
@@ -69,7 +66,7 @@ def prepare(
   tokenizer = tokenizer_lib.make_tokenizer(config)
   settings = _settings(config, tokenizer, shard_tokens)
   folder = files_lib.check_folder("--output", output)
-  dataset = _begin(folder, settings, overwrite)
+  dataset = _begin(folder, settings)
   if dataset.complete:
     return dataset
   splits = _write_splits(config, tokenizer, folder, shard_tokens, progress)
@@ -87,11 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _prepare(args: dict[str, Any]) -> None:
   output, shard_tokens = args.pop("output"), args.pop("shard_tokens")
-  overwrite = args.pop("overwrite")
   config = config_lib.DataConfig(**args)
-  dataset = prepare(
-    config, output, shard_tokens=shard_tokens, overwrite=overwrite
-  )
+  dataset = prepare(config, output, shard_tokens=shard_tokens)
   for split, written in dataset.splits.items():
     print(
       f"{split}: {written.documents:,} documents, {written.bytes:,} bytes,"
@@ -121,10 +115,6 @@ def _parser() -> command_line.Parser:
     "--shard_tokens", type=fields.Size, default=SHARD_TOKENS,
     help="tokens per file, rounded up to a document",
   )  # fmt: skip
-  add(
-    "--overwrite", action="store_true",
-    help="replace token files of another source or other options",
-  )  # fmt: skip
   return parser
 
 
@@ -146,66 +136,30 @@ def _settings(
   }
 
 
-def _begin(
-  folder: epath.Path, settings: dict[str, Any], overwrite: bool
-) -> token_files.Dataset:
+def _begin(folder: epath.Path, settings: dict[str, Any]) -> token_files.Dataset:
   """Reads `dataset.json` if its settings match, else starts a new one."""
   path = folder / token_files.DATASET_FILE
   entries = list(folder.iterdir()) if folder.is_dir() else []
-  if overwrite or not entries:
-    _check_ours(folder)
+  if not entries:
     dataset = token_files.Dataset(False, settings, {})
     folder.mkdir(parents=True, exist_ok=True)
-    # No settings while old shards are deleted, so that they cannot match.
-    records.write(path, dataclasses.replace(dataset, settings={}))
-    _remove_shards(folder)
     records.write(path, dataset)
-  elif path.is_file():
-    dataset = token_files.read_dataset("--output", folder)
-    differing = config_lib.differences(dataset.settings, settings)
-    if differing:
-      config_lib.fail_argument(
-        "--output",
-        os.fspath(folder),
-        "a folder written with the same options (other: "
-        + ", ".join(differing)
-        + "), or --overwrite",
-      )
-  else:
-    config_lib.fail_argument(
-      "--output",
-      os.fspath(folder),
-      f"an empty folder (this one has {len(entries)} files), or --overwrite",
+    return dataset
+  if not path.is_file():
+    accepted = f"an empty folder (this one has {len(entries)} files)"
+    config_lib.fail_argument("--output", os.fspath(folder), accepted)
+  dataset = token_files.read_dataset("--output", folder)
+  differing = config_lib.differences(dataset.settings, settings)
+  if differing:
+    accepted = (
+      "a folder written with the same options, or a new one (other:"
+      f" {', '.join(differing)})"
     )
-  for leftover in _shards(folder, "tmp"):
-    leftover.unlink()
+    config_lib.fail_argument("--output", os.fspath(folder), accepted)
+  for split in documents.SPLITS:
+    for leftover in files_lib.glob(folder, f"{split}-*.tmp"):
+      (folder / leftover).unlink()
   return dataset
-
-
-def _check_ours(folder: epath.Path) -> None:
-  """Refuses to replace or remove files that `prepare` has not written."""
-  name, shards = token_files.DATASET_FILE, _shards(folder, "json", "bin")
-  words = b'"next_document"'
-  is_ours = lambda: any(words in file.read_bytes() for file in shards)
-  marks = {name: ("complete", "settings")}
-  files_lib.refuse_foreign("--output", folder, marks, is_ours)
-  if shards and not (folder / name).is_file():
-    files_lib.fail_foreign("--output", folder, shards[0].name)
-
-
-def _shards(folder: epath.Path, *suffixes: str) -> list[epath.Path]:
-  return [
-    folder / file
-    for suffix in suffixes
-    for split in documents.SPLITS
-    for file in files_lib.glob(folder, f"{split}-*.{suffix}")
-  ]
-
-
-def _remove_shards(folder: epath.Path) -> None:
-  # Sidecars first: without one, ids are not recognised as a token file.
-  for file in _shards(folder, "json", "bin"):
-    file.unlink()
 
 
 def _write_splits(

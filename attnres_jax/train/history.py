@@ -22,14 +22,12 @@ class History:
   """The folder of a run when an attempt begins.
 
   Attributes:
-    changes: fields that differ from the run in the folder, name -> (old, new).
     damaged: files that are rebuilt, with the cause of each.
     restored: the newest checkpoint that can be read; None at the first attempt.
     tail: the end of metrics.jsonl.
     missing: step of a newer checkpoint that was completed, or None.
   """
 
-  changes: dict[str, tuple[Any, Any]]
   damaged: dict[str, str]
   restored: checkpoint.Restored | None
   tail: metrics_lib.Tail
@@ -55,9 +53,6 @@ class History:
     if rows is not None:
       first, last = rows
       writer.event(step, "rows missing", after_step=first, through_step=last)
-    if self.changes:
-      fields = {name: list(values) for name, values in self.changes.items()}
-      writer.event(step, "config changed", changes=fields)
 
 
 def report_start(

@@ -146,7 +146,6 @@ def train_and_evaluate(
   config: config_lib.RunConfig,
   workdir: epath.PathLike,
   *,
-  resume_with_changed_config: bool = False,
   text_of: tuple[str, Mapping[str, str]] | None = None,
   claim: claims.Claim | None = None,
   leave: Callable[[int], None] | None = None,
@@ -157,8 +156,6 @@ def train_and_evaluate(
   Args:
     config: of the run.
     workdir: its folder, local, gs:// or s3://; may hold an interrupted run.
-    resume_with_changed_config: resume even if the folder's configuration or
-      data differ in what `run_folder.is_harmless` denies.
     text_of: a run that has to have read the same text, and the fingerprints of
       its splits.
     claim: of the folder, if the caller holds one; the caller releases it.
@@ -196,9 +193,8 @@ def train_and_evaluate(
     stack.enter_context(stop)
     prepared = prepare_lib.prepare(config, plans, text_of)
     run_folder.refuse_foreign("--workdir", workdir)
-    begun = stack.enter_context(run_folder.removed_if_refused(workdir))
     held = stack.enter_context(claims.held(workdir, claim))
-    past = _restore(workdir, prepared, resume_with_changed_config)
+    past = _restore(workdir, prepared)
     if not isinstance(past, history_lib.History):
       return past
     step = past.step
@@ -207,7 +203,6 @@ def train_and_evaluate(
     stop.requested(step)
     run = _begin(stack, workdir, prepared, past, stop, start)
     stop.begin_work()
-    begun()
     try:
       stopped = run.steps()
     except step_log.NonFiniteError as error:
@@ -237,19 +232,11 @@ def train_and_evaluate(
 
 
 def _restore(
-  workdir: epath.Path, prepared: prepare_lib.Prepared, changed: bool
+  workdir: epath.Path, prepared: prepare_lib.Prepared
 ) -> history_lib.History | dict[str, Any]:
-  """The folder's history, or the summary of a run that is finished.
-
-  Args:
-    workdir: of the run.
-    prepared: what runs there.
-    changed: accept another configuration or text.
-  """
+  """The folder's history, or the summary of a run that is finished."""
   config = prepared.config
-  changes = run_folder.changes(workdir, config, prepared.descriptions)
-  if changes and not changed:
-    raise config_lib.ConfigError(run_folder.refusal(workdir, changes))
+  run_folder.refuse_changes(workdir, config, prepared.descriptions)
   damaged = run_folder.damaged(workdir)
   summary = run_folder.finished_summary(workdir, config.train.steps)
   if summary is not None and not damaged:
@@ -257,7 +244,7 @@ def _restore(
   restored = checkpoint.restore_latest(workdir, prepared.program.abstract_state)
   tail = metrics_lib.read_tail(workdir, restored.step if restored else 0)
   missing = history_lib.missing_checkpoint(workdir, restored, tail)
-  return history_lib.History(changes, damaged, restored, tail, missing)
+  return history_lib.History(damaged, restored, tail, missing)
 
 
 def _begin(
@@ -280,7 +267,6 @@ def _begin(
   """
   config, mesh, program = prepared.config, prepared.mesh, prepared.program
   datasets, step, restored = prepared.datasets, past.step, past.restored
-  model = program.abstract_state.model
   continues = config.train.start_from and not restored
   source = start_lib.find(config) if continues else None
   writer = run_folder.open_run(workdir, config, prepared.descriptions, step)
@@ -291,25 +277,10 @@ def _begin(
     lines = account.start_lines(config, workdir, prepared.parameters, counts)
     print(*lines, sep="\n", flush=True)
   history_lib.report_start(
-    writer, mesh, step, past.tail.rows, bool(restored), model.residual.form
-  )
-  train_step = compiling.compile_program(
-      writer, step, "train_step", program.train_step,
-      program.abstract_state, program.batch_shapes,
+    writer, mesh, step, past.tail.rows, bool(restored),
+    program.abstract_state.model.residual.form,
   )  # fmt: skip
-  # These two when they are first used: the first loss is not theirs.
-  later = lambda name, function: functools.cache(
-    lambda: compiling.compile_program(
-      writer, step, name, function, model, program.batch_shapes
-    )
-  )
-  eval_step = later("eval_step", program.eval_step)
-  depth_step = later("depth_step", program.depth_step)
-  if jax.process_count() > 1:
-    # All processes at once, and while a signal still ends them at once.
-    eval_step()
-    if config.train.depth_every:
-      depth_step()
+  train_step, eval_step, depth_step = _compiled(prepared, writer, step)
   if restored:
     state = restored.state
   elif source:
@@ -318,18 +289,16 @@ def _begin(
     writer.event(step, "started from", **facts)
   else:
     state = program.init_state()
-  batches = _batches_from(datasets["train"], config, restored)
+  batches = datasets["train"].batches()
   stack.callback(batches.close)
+  if restored:
+    batches.set_state(restored.info["data"])
   info = {
     "config": config_lib.to_dict(config),
     "fingerprints": run_folder.fingerprints(prepared.descriptions),
   }
-  # Orbax's 20 minutes, and four hours for 48B parameters. If a save fails in
-  # one process, that and the others wait for each other so long.
-  limit = 1200 + prepared.parameters // 4_000_000
-  saves = stack.enter_context(
-    saves_lib.Saves(workdir, config, info, writer, limit)
-  )
+  saves = saves_lib.Saves(workdir, config, info, writer, prepared.parameters)
+  stack.enter_context(saves)
   writer.event(step, "ready", seconds=time.perf_counter() - start)
   stack.enter_context(watch.collector_frozen())
   profiler = watch.Profiler(config, workdir)
@@ -349,6 +318,30 @@ def _begin(
     profiler=profiler,
     stop=stop,
   )
+
+
+def _compiled(
+  prepared: prepare_lib.Prepared, writer: metrics_lib.Writer, step: int
+) -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+  """The step, and functions that compile evaluation and depth step once.
+
+  Several processes compile all at once, while a signal still ends them at once;
+  one process those two when they are first used, after the first loss.
+  """
+  program = prepared.program
+  state, batch = program.abstract_state, program.batch_shapes
+  make = functools.partial(compiling.compile_program, writer, step)
+  later = lambda name, function: functools.cache(
+    lambda: make(name, function, state.model, batch)
+  )
+  train_step = make("train_step", program.train_step, state, batch)
+  eval_step = later("eval_step", program.eval_step)
+  depth_step = later("depth_step", program.depth_step)
+  if jax.process_count() > 1:
+    eval_step()
+    if prepared.config.train.depth_every:
+      depth_step()
+  return train_step, eval_step, depth_step
 
 
 def _evaluation(
@@ -378,21 +371,3 @@ def _evaluation(
     return averaged | {"last_weights_loss": row["loss"], "seconds": seconds}
 
   return losses
-
-
-def _batches_from(
-  dataset: data.Dataset,
-  config: config_lib.RunConfig,
-  restored: checkpoint.Restored | None,
-) -> data.Batches:
-  """Training batches, from the position saved with the state."""
-  if restored is None:
-    return dataset.batches()
-  position = restored.info["data"]
-  if position["dataset"] == dataset.identity():
-    batches = dataset.batches()
-    batches.set_state(position)
-    return batches
-  # The config may have changed: skip the same number of rows in the new order.
-  rows = position["next_batch"] * position["dataset"]["batch_size"]
-  return dataset.batches(start_batch=rows // config.data.batch_size)

@@ -96,7 +96,7 @@ def make_writer(
     JsonlSink(workdir / FILE, keep_through=resume_step)
   ]
   if console:
-    sinks.append(sinks_lib.Console(config.train.steps, resume_step))
+    sinks.append(sinks_lib.Console(config.train.steps))
   for enabled, make in (
     (
       config.log.tensorboard,
@@ -251,7 +251,7 @@ def read_tail(workdir: epath.PathLike, step: int) -> Tail:
   )
 
 
-class JsonlSink:
+class JsonlSink(sinks_lib.Sink):
   """One JSON object per line.
 
   On a local disk, every row is appended at once. Object stores cannot append,

@@ -6,12 +6,11 @@ must match the newest one, and a damaged file is rebuilt. metrics.jsonl records
 what was completed, summary.json the outcome.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import statistics
 from typing import Any, Literal
 
@@ -21,7 +20,6 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import optimizer
-from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import processes
 from attnres_jax.common import records
@@ -98,41 +96,18 @@ def refuse_foreign(name: str, workdir: epath.Path) -> None:
   files.refuse_foreign(name, workdir, _OURS, is_known)
 
 
-@contextlib.contextmanager
-def removed_if_refused(workdir: epath.Path) -> Iterator[Callable[[], None]]:
-  """A context in which a refused run leaves no folder that was not there.
-
-  Enter it before the claim of the folder, so that it is left after it.
-
-  Yields:
-    What to call when the run has begun, and its folder stays.
-  """
-  begun, missing = [], []
-  place = workdir
-  while not (files.is_remote(place) or os.path.lexists(place)):
-    missing.append(place)
-    place = place.parent
-  try:
-    yield lambda: begun.append(True)
-  except Exception as error:
-    refused = exits.of_error(error) == exits.Exit.NEVER and not begun
-    if refused and missing and processes.is_first():
-      shutil.rmtree(workdir, ignore_errors=True)
-      with contextlib.suppress(OSError):  # Others use it now.
-        for parent in missing[1:]:
-          parent.rmdir()
-    raise
-
-
-def changes(
+def refuse_changes(
   workdir: epath.Path,
   config: config_lib.RunConfig,
   descriptions: dict[str, Any],
-) -> dict[str, tuple[Any, Any]]:
-  """The differences from the run to resume that are not harmless.
+) -> None:
+  """Refuses a folder whose run differs in what would change its result.
 
   The newest readable checkpoint describes that run, or, if a finished run has
   none any more, its files.
+
+  Raises:
+    ConfigError: lists the differences.
   """
   info = checkpoint.newest_info(workdir)
   if info is None and finished_summary(workdir):
@@ -141,7 +116,7 @@ def changes(
       text = fingerprints(files.read_json(workdir / DATA))
       info = {"config": config_lib.to_dict(was), "fingerprints": text}
   if info is None or "config" not in info:  # Damaged, or not ours.
-    return {}
+    return
   if info.get(WEIGHTS_ONLY):
     config_lib.fail_argument(
       "--workdir",
@@ -162,11 +137,20 @@ def changes(
   now = fingerprints(descriptions)
   unknown = dict.fromkeys(now, "not recorded")
   before = info.get("fingerprints", unknown)
-  for split in before:
-    if before[split] != now[split]:
-      what = f"the content of the {split} data"
-      changed[what] = (before[split], now[split])
-  return changed
+  lines = [
+    f"  config.{name}: {there!r} there, {here!r} here"
+    for name, (there, here) in changed.items()
+  ] + [
+    f"  the content of the {split} data: {there} there, {now[split]} here"
+    for split, there in before.items()
+    if there != now[split]
+  ]
+  if lines:
+    head = (
+      f"{workdir} holds a run with another configuration; resume it with the"
+      " same one, or choose another --workdir. Differing:"
+    )
+    raise config_lib.ConfigError("\n".join([head, *lines]))
 
 
 def fingerprints(descriptions: Mapping[str, Any]) -> dict[str, str]:
@@ -229,22 +213,6 @@ def harmful(
 def is_harmless(field: str) -> bool:
   """Whether a run may be resumed with another value of the field."""
   return config_lib.affects(field) <= _HARMLESS
-
-
-def refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
-  """The error for a folder whose run cannot be resumed."""
-  lines = [
-    f"{workdir} holds a run with another configuration; resume it with the"
-    " same one, choose another --workdir, or pass"
-    " --resume_with_changed_config to continue with the new one. Differing:"
-  ]
-  lines += [
-    f"  config.{field}: {old!r} there, {new!r} here"
-    if " " not in field
-    else f"  {field}: {old} there, {new} here"
-    for field, (old, new) in changes.items()
-  ]
-  return "\n".join(lines)
 
 
 def finished_summary(

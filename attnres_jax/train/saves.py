@@ -128,8 +128,11 @@ class Saves:
     config: config_lib.RunConfig,
     info: dict[str, Any],
     writer: metrics_lib.Writer,
-    seconds: int = 1200,
+    parameters: int = 0,
   ):
+    # Orbax's 20 minutes, and four hours for 48B parameters. If a save fails in
+    # one process, that and the others wait for each other so long.
+    seconds = 1200 + parameters // 4_000_000
     self._workdir = workdir
     self._info = info
     self._writer = writer

@@ -4,13 +4,11 @@
 from collections.abc import Mapping
 import datetime
 import importlib
-import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 import uuid
 
 from etils import epath
-import tqdm
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
@@ -33,14 +31,17 @@ _CONSOLE_EVENTS = {
 }
 
 
-class Sink(Protocol):
+class Sink:
   """A destination for rows."""
 
-  def write(self, row: Row) -> None: ...
+  def write(self, row: Row) -> None:
+    raise NotImplementedError
 
-  def flush(self) -> None: ...
+  def flush(self) -> None:
+    pass
 
-  def close(self) -> None: ...
+  def close(self) -> None:
+    pass
 
 
 def check_available(config: config_lib.LogConfig) -> None:
@@ -55,54 +56,23 @@ def check_available(config: config_lib.LogConfig) -> None:
     _import("wandb", "log.wandb_project", config.wandb_project, "''")
 
 
-class Console:
-  """A progress bar on a terminal, plain lines elsewhere.
+class Console(Sink):
+  """Lines: every few seconds one of training, and all others."""
 
-  Evaluations and events always get a line. Train rows update the bar or,
-  without a bar, are printed every few seconds.
-  """
-
-  def __init__(
-    self, steps: int, resume_step: int, *, file=None, seconds: float = 5.0
-  ):
-    # The bar writes terminal codes itself.
-    self._file = text_table.unfiltered(file or sys.stdout)
+  def __init__(self, steps: int, *, file=None, seconds: float = 5.0):
+    self._file = file
     self._steps = steps
     self._seconds = seconds
     self._next_line = 0.0
-    self._bar = None
-    if self._file.isatty():
-      self._bar = tqdm.tqdm(
-          total=steps, initial=resume_step, file=self._file, unit="step",
-          dynamic_ncols=True,
-      )  # fmt: skip
 
   def write(self, row: Row) -> None:
     if row["split"] == "train":
-      self._train(row)
+      if time.monotonic() >= self._next_line or row["step"] == self._steps:
+        self._line(row)
+        self._next_line = time.monotonic() + self._seconds
     elif row["split"] != "depth":
       if _CONSOLE_EVENTS.get(row.get("event", ""), row) is not None:
         self._line(row)
-
-  def flush(self) -> None:
-    self._file.flush()
-
-  def close(self) -> None:
-    if self._bar is not None:
-      self._bar.close()
-    self._file.flush()
-
-  def _train(self, row: Row) -> None:
-    if self._bar is not None:
-      self._bar.set_postfix_str(
-        f"loss {_short(row.get('loss'))} |"
-        f" {_short(row.get('tokens_per_second'))} tokens/s",
-        refresh=False,
-      )
-      self._bar.update(row["step"] - self._bar.n)
-    elif time.monotonic() >= self._next_line or row["step"] == self._steps:
-      self._line(row)
-      self._next_line = time.monotonic() + self._seconds
 
   def _line(self, row: Row) -> None:
     shown = _CONSOLE_EVENTS.get(row.get("event", "")) or row
@@ -119,14 +89,10 @@ class Console:
       values.append(f"left {datetime.timedelta(seconds=round(seconds))}")
     head = f"step {row['step']}/{self._steps} {row.get('event', row['split'])}"
     text = head + ": " + ", ".join(values) if values else head
-    text = text_table.printable(text)
-    if self._bar is not None:
-      self._bar.write(text, file=self._file)
-    else:
-      print(text, file=self._file, flush=True)
+    print(text_table.printable(text), file=self._file, flush=True)
 
 
-class TensorBoard:
+class TensorBoard(Sink):
   """Scalars by split; each entry of a list becomes a separate scalar."""
 
   def __init__(self, folder: epath.Path, resume_step: int):
@@ -146,7 +112,7 @@ class TensorBoard:
     self._writer.close()
 
 
-class Wandb:
+class Wandb(Sink):
   """Writes scalars to one wandb run per workdir.
 
   wandb ignores rows of a step before its newest, and events of an asynchronous
@@ -175,9 +141,6 @@ class Wandb:
     scalars = _scalars(row)
     if scalars:
       self._run.log(scalars | {"training_step": row["step"]})
-
-  def flush(self) -> None:
-    pass
 
   def close(self) -> None:
     self._run.finish()

@@ -282,13 +282,9 @@ class Group:
 
   def _restored(self, i: int) -> checkpoint.Restored | None:
     """The newest checkpoint of a run of this configuration."""
-    changes = run_folder.changes(
+    run_folder.refuse_changes(
       self.workdirs[i], self.configs[i], self._descriptions(i)
     )
-    if changes:
-      raise config_lib.ConfigError(
-        run_folder.refusal(self.workdirs[i], changes)
-      )
     return checkpoint.restore_latest(
       self.workdirs[i], self.program.abstract_state
     )

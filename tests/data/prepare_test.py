@@ -177,40 +177,14 @@ class TestPrepare:
         self._line(self._prepared(), split), self._line(config, split)
       )
 
-  def test_other_options_are_refused_unless_overwritten(self):
+  def test_other_options_are_refused(self):
     self._prepare()
     before = self._contents()
     other = self._config(validation_fraction=0.5)
-    message = "--output: got '.*out'.*split_rule.*--overwrite"
+    message = "--output: got '.*out'.*same options.*split_rule"
     with pytest.raises(config_lib.ConfigError, match=message):
       self._prepare(other)
     assert self._contents() == before
-    self._prepare(other, overwrite=True)
-    np.testing.assert_array_equal(
-      self._line(self._prepared(), "validation"),
-      self._line(other, "validation"),
-    )
-
-  def test_overwriting_leaves_no_shard_of_before(self):
-    self._prepare(shard_tokens=100)
-    self._prepare(overwrite=True)
-    after = self._contents()
-    for path in self.output.iterdir():
-      path.unlink()
-    self._prepare()
-    assert after == self._contents()
-
-  def test_an_interrupted_overwrite_is_not_taken_for_either(self):
-    self._prepare(shard_tokens=100)
-    with mock.patch.object(
-      prepare, "_remove_shards", side_effect=KeyboardInterrupt
-    ):
-      with pytest.raises(KeyboardInterrupt):
-        self._prepare(overwrite=True)
-    with pytest.raises(config_lib.ConfigError, match="interrupted"):
-      data.open_dataset(self._prepared(), "train")
-    with pytest.raises(config_lib.ConfigError, match="--overwrite"):
-      self._prepare()
 
   def test_a_changed_source_is_refused(self):
     self._prepare()
@@ -223,17 +197,14 @@ class TestPrepare:
     (self.output / "thesis.tex").write_text("precious")
     with pytest.raises(config_lib.ConfigError, match="an empty folder"):
       self._prepare()
-    self._prepare(overwrite=True)
     assert (self.output / "thesis.tex").read_text() == "precious"
 
-  @pytest.mark.parametrize("name", ["dataset.json", "train-00000.json"])
-  def test_files_of_others_are_not_overwritten(self, name):
+  def test_a_dataset_of_others_is_refused(self):
     self.output.mkdir()
-    for file in (name, "train-2.tmp"):
-      (self.output / file).write_text('{"text": "precious"}')
+    (self.output / "dataset.json").write_text('{"text": "precious"}')
     before = self._contents()
-    with pytest.raises(config_lib.ConfigError, match=f"{name}, which is there"):
-      self._prepare(overwrite=True)
+    with pytest.raises(config_lib.ConfigError, match="that prepare has writ"):
+      self._prepare()
     assert self._contents() == before
 
   def test_a_shard_cut_off_later_is_named(self):

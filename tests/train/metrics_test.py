@@ -107,9 +107,9 @@ def test_a_resumption_without_lost_rows_leaves_the_file(tmp_path):
   assert path.stat().st_ino == before
 
 
-def test_plain_lines_without_a_terminal():
+def test_lines_of_the_console():
   out = io.StringIO()
-  console = sinks.Console(10, 0, file=out, seconds=1e9)
+  console = sinks.Console(10, file=out, seconds=1e9)
   for step in range(1, 11):
     console.write({"step": step, "split": "train", "loss": 1.23456})
   console.write({"step": 10, "split": "validation", "loss": 2.0})
@@ -126,25 +126,10 @@ def test_plain_lines_without_a_terminal():
 
 def test_lines_say_how_long_is_left():
   out = io.StringIO()
-  console = sinks.Console(200, 0, file=out)
+  console = sinks.Console(200, file=out)
   row = {"step": 20, "split": "train", "loss": 1.0, "step_seconds": 20.5}
   console.write(row)
   assert out.getvalue().rstrip().endswith("step_seconds 20.5, left 1:01:30")
-
-
-def test_progress_bar_on_a_terminal():
-  class Terminal(io.StringIO):
-    def isatty(self):
-      return True
-
-  out = Terminal()
-  console = sinks.Console(4, 2, file=out)
-  console.write({"step": 3, "split": "train", "loss": 1.5})
-  console.write({"step": 4, "split": "train", "loss": 1.25})
-  console.write({"step": 4, "split": "validation", "loss": 2.0})
-  console.close()
-  assert "4/4" in out.getvalue() and "loss 1.25" in out.getvalue()
-  assert "step 4/4 validation: loss 2" in out.getvalue()
 
 
 def test_tensorboard_files(tmp_path):

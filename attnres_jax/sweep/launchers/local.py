@@ -16,7 +16,6 @@ runs have ended.
 from collections.abc import Mapping, Sequence
 import contextlib
 import os
-import pathlib
 import shlex
 import signal
 import subprocess
@@ -35,7 +34,6 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
-from attnres_jax.train import checkpoint
 from attnres_jax.train import claims
 from attnres_jax.train import signals
 
@@ -47,7 +45,6 @@ SETTINGS: Mapping[str, settings_lib.Setting] = {
 }  # fmt: skip
 
 INTERRUPTED = 130
-_LOG_BYTES = 4096
 # Polling intervals: of the processes, and of runs that others hold, on a disk
 # and in a bucket.
 _TICK_SECONDS = 0.1
@@ -83,7 +80,6 @@ class _Queue:
     options: launchers.Options,
     max_restarts: int,
   ):
-    self._runs = list(runs)
     self._folder = folder
     self._options = options
     self._waiting = list(runs)
@@ -92,7 +88,6 @@ class _Queue:
     self._slots: list[tuple[grid.Run, subprocess.Popen] | None]
     self._slots = [None] * options.max_parallel
     self._failed: list[str] = []
-    self._full = False
     self._next_fill = 0.0
     self.signals = 0
 
@@ -100,7 +95,7 @@ class _Queue:
     try:
       while self._waiting or any(self._slots):
         self._reap()
-        if self.signals or self._full:
+        if self.signals:
           self._waiting = []
         elif None in self._slots:
           self._fill()
@@ -111,22 +106,10 @@ class _Queue:
       for _, process in filter(None, self._slots):
         process.wait()
       raise
-    if self._full:
-      raise files.disk_full(self._folder, self._checkpoint_bytes())
     if self.signals:
       print("stopped; rerun the same command to resume", file=sys.stderr)
       return INTERRUPTED
     return 1 if self._failed else 0
-
-  def _checkpoint_bytes(self) -> int | None:
-    """Bytes of the largest checkpoint of a run; None before the first."""
-    folder = pathlib.Path(self._folder)
-    sizes = [
-      sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
-      for run in self._runs
-      for step in (folder / run.name / checkpoint.CHECKPOINTS).glob("*")
-    ]
-    return max(sizes, default=None)
 
   def stop(self) -> None:
     """Passes a signal on: the first stops workers, the second kills them."""
@@ -154,7 +137,6 @@ class _Queue:
         if files.is_remote(self._folder) and isinstance(error, OSError):
           print(f"{error}; trying again", flush=True)
           break
-        self._full |= files.is_disk_full(error)
         self._fail(run, str(error))
       self._waiting.remove(run)
     # The remaining runs are held by other workers, or their store fails.
@@ -184,8 +166,6 @@ class _Queue:
     elif code == exits.Exit.AGAIN and claims.is_held(self._folder / run.name):
       self._waiting.append(run)
       self._next_fill = time.monotonic() + _HELD_SECONDS
-    elif code == exits.Exit.AGAIN and self._is_full(run):
-      self._full = True
     else:
       self._end(run, code)
 
@@ -204,21 +184,9 @@ class _Queue:
     self._waiting.append(run)
     print(f"{run.name} {state_lib.FAILED} {cause}; trying again", flush=True)
 
-  def _is_full(self, run: grid.Run) -> bool:
-    """Whether a worker ended because the disk of the sweep is full."""
-    if files.is_remote(self._folder):
-      return False
-    log = self._folder / run.name / folder_lib.LOG
-    with contextlib.suppress(OSError):
-      end = files.read(log, -_LOG_BYTES).decode(errors="replace")
-      return files.is_disk_full(OSError(end.rpartition("error: ")[2]))
-    return False
-
   def _fail(
     self, run: grid.Run, cause: str, status: str = state_lib.FAILED
   ) -> None:
-    if self._full:
-      return  # Reported once, at the end.
     self._failed.append(run.name)
     log = self._folder / run.name / folder_lib.LOG
     print(f"{run.name} {status} {cause}; see {log}", flush=True)

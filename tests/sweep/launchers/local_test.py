@@ -44,9 +44,6 @@ if kind == "die":
   os.kill(os.getpid(), signal.SIGKILL)
 if kind in ("refused", "diverged"):
   end(kind, {"refused": 2, "diverged": 3}[kind], "Error: for good")
-if kind == "full":
-  print("error: file: no space left on device: full", flush=True)
-  end("failed", 1)
 if kind == "busy":
   before = acts.read_text().count(f"seed{seed} starts")
   if before == 1:
@@ -262,46 +259,6 @@ def test_a_run_that_another_worker_has_is_left_to_it(sweep):
   assert case.launch(max_parallel=2) == 0
   thread.join()
   assert case.acts == ["seed1 starts", "seed1 ends"]
-
-
-FULL = r"no space left on device: 1,700 bytes needed, [\d,]+ free; free some"
-
-
-def save(case):
-  """Something the size of a checkpoint."""
-  step = case.folder / case.runs[0].name / "checkpoints" / "5"
-  for file, size in (("a", 1000), ("b/c", 700)):
-    (step / file).parent.mkdir(parents=True, exist_ok=True)
-    (step / file).write_bytes(bytes(size))
-
-
-def test_full_disk_is_one_error_and_ends_the_launch(sweep, capfd):
-  case = sweep("full", "ok", "ok")
-  save(case)
-  with pytest.raises(OSError, match=FULL) as caught:
-    case.launch()
-  assert caught.value.filename == str(case.folder)
-  assert case.acts == ["seed0 starts"]
-  assert not capfd.readouterr().err
-
-
-def test_full_disk_at_the_launcher(sweep, monkeypatch):
-  case = sweep("ok", "ok")
-  save(case)
-  # Where the log should be opened there is something that is always full.
-  log = case.folder / case.runs[0].name / folder_lib.LOG
-  log.symlink_to("/dev/full")
-  start = local._start
-
-  def fail(*arguments):
-    with open(log, "w") as file:
-      file.write("x")
-    return start(*arguments)
-
-  monkeypatch.setattr(local, "_start", fail)
-  with pytest.raises(OSError, match=FULL):
-    case.launch()
-  assert case.acts == []
 
 
 def test_dry_run_says_exactly_what_would_be_started(tmp_path, capsys):
