@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every notebook needs: the library, files of the project, and controls.
+"""What every notebook needs: the library, trained networks, and controls.
 
 Runtimes such as Colab's come with an older jax, and with a plugin for their
 accelerator that fits only that jax. So `prepare` replaces jax and plugin
@@ -14,17 +14,14 @@ import importlib.metadata
 import importlib.util
 import io
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from typing import Any
-import urllib.request
 
 REPOSITORY = "github.com/attnres-jax/attnres-jax"
-_RAW = "https://raw.githubusercontent.com/attnres-jax/attnres-jax/main"
 # The variable that turns controls off, for outputs that are read without a
 # kernel.
 PLAIN = "ATTNRES_NOTEBOOKS_PLAIN"
@@ -117,15 +114,6 @@ def race(configs: Mapping[str, Any]) -> dict[str, Any]:
       shown.update(chart)
     print(f"{label:15} validation loss {losses[-1]:.3f} nats per byte")
   return networks
-
-
-def fetch(path: str) -> pathlib.Path:
-  """A file of the repository; downloads it where there is no clone."""
-  file = pathlib.Path(path)
-  if not file.exists():
-    file.parent.mkdir(parents=True, exist_ok=True)
-    urllib.request.urlretrieve(f"{_RAW}/{path}", file)
-  return file
 
 
 def prepare(extras: str = "plots") -> None:

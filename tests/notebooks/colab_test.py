@@ -111,10 +111,6 @@ class TestPlay:
     assert made[0]["rule"].options == ("a", "b")
 
 
-def test_fetch_takes_the_file_of_a_clone():
-  assert colab.fetch("README.md").read_text().startswith("# AttnRes-JAX")
-
-
 def test_the_extras_exist():
   project = tomllib.loads((tiny_run.ROOT / "pyproject.toml").read_text())
   extras = project["project"]["optional-dependencies"]

@@ -107,8 +107,12 @@ def _slow():
 
 
 def _cut(gather):
-  """Weights cut over the devices of a rank, and messages of several blocks."""
-  return (2, 2, 2, 4, 1), dict(fsdp=2), dict(pipeline=dict(gather=gather))
+  """Weights cut over the devices of a rank.
+
+  Sources may change places without any effect, unless a rank then sends another
+  one of them, as ranks do here.
+  """
+  return (4, 2, 4, 8, 1), dict(fsdp=2), dict(pipeline=dict(gather=gather))
 
 
 @pytest.mark.parametrize(
