@@ -91,24 +91,3 @@ def test_a_process_that_fails_alone_leaves_the_others(
   assert (
     err[-1].startswith("error: process 0 ends") and "store fails" in err[-1]
   )
-
-
-def test_overrides_arrive(command, monkeypatch, capsys):
-  seen = []
-
-  def train_and_evaluate(config, workdir, **options):
-    seen.append(config)
-    return {"status": "stopped", "step": 3}
-
-  run = command
-  monkeypatch.setattr(loop, "train_and_evaluate", train_and_evaluate)
-  status, err = run(
-    "--config.optim.peak_lr=0.5", "--config.train.steps", "7",
-    "--config.model.tie_embeddings", "--noconfig.checkpoint.asynchronous",
-    "--config.data.path=a=b", "--config.optim.weight_decay=1",
-  )  # fmt: skip
-  assert status == 4 and not err
-  (config,) = seen
-  assert config.optim.peak_lr == 0.5 and config.train.steps == 7
-  assert config.model.tie_embeddings and not config.checkpoint.asynchronous
-  assert config.data.path == "a=b" and config.optim.weight_decay == 1.0

@@ -102,17 +102,6 @@ def test_rows_of_other_runs_stay_if_asked(tmp_path, monkeypatch):
   assert adopt("c", add=False) == "c"
 
 
-def test_rows_that_are_no_runs_are_adopted(tmp_path, monkeypatch):
-  """A first hour has such rows."""
-  (tmp_path / "README.md").write_text("<!-- results: x -->\n<!-- /results -->")
-  place = readme_lib.Place(lambda rows: rows[0]["task"])
-  published = readme_lib.Published(tmp_path, [place])
-  monkeypatch.setattr(publish, "load", lambda name: published)
-  csv_rows.write(tmp_path / "new.csv", [{"task": "rates"}])
-  assert publish.main(["x", f"--adopt={tmp_path / 'new.csv'}"]) == 0
-  assert "rates" in (tmp_path / "README.md").read_text()
-
-
 @pytest.mark.parametrize("name", ["nothing", "cost/x", "..", "pages"])
 def test_what_publishes_nothing(name, capsys):
   assert publish.main([name]) == 2

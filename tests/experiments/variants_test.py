@@ -149,13 +149,19 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
   assert labels == ["S = 1", "S = 2", "S = 4"]
 
 
+def _commit(tmp_path, monkeypatch, **rows):
+  """Puts rows in the place of the committed ones, under other names."""
+  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+  for name, lines in rows.items():
+    (tmp_path / name).mkdir()
+    renamed = [row | {"run": f"old{row['run']}"} for row in lines]
+    csv_rows.write(tmp_path / name / "results.csv", renamed)
+
+
 @pytest.mark.parametrize("name", ["data", "tokens", "peak_lr", "compute_6nd"])
 def test_rows_of_another_protocol_are_not_compared(name, tmp_path, monkeypatch):
   """Such as the paper's scale, or the text of another Python."""
-  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
-  (tmp_path / "ablations").mkdir()
-  committed = [row | {"run": f"old{row['run']}"} for row in _rows()]
-  csv_rows.write(tmp_path / "ablations" / "results.csv", committed)
+  _commit(tmp_path, monkeypatch, ablations=_rows())
   rows = [row | {name: "7"} for row in _rows()]
   assert report.with_shared(block_size.STUDY, rows) == rows
   table = report.table(block_size.STUDY, rows)
@@ -163,27 +169,15 @@ def test_rows_of_another_protocol_are_not_compared(name, tmp_path, monkeypatch):
   assert [line[pairs] for line in table.rows] == [3, 1, 3]
 
 
-def test_a_run_that_was_trained_again_counts_once(tmp_path, monkeypatch):
-  """Under another name, such as with another `train.log_every`."""
-  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+def test_the_spread_is_of_one_text_and_counts_a_run_once(tmp_path, monkeypatch):
+  """A run may be trained again, under another name."""
+  _commit(tmp_path, monkeypatch)
   spread = report.spread_of(_rows(), ablations.STUDY)
-  (tmp_path / "ablations").mkdir()
-  committed = [row | {"run": f"old{row['run']}"} for row in _rows()]
-  csv_rows.write(tmp_path / "ablations" / "results.csv", committed)
-  assert report.spread_of(_rows(), ablations.STUDY) == spread
-
-
-def test_the_spread_is_of_one_text(tmp_path, monkeypatch):
-  """Also once rows of another text replaced the other study's alone."""
-  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+  losses = enumerate((1.9, 2.2))
+  old = [_row("size2", seed, loss, 100, "") for seed, loss in losses]
   rows = [row | {"data": "new"} for row in _rows()]
-  old = [
-    _row("size2", seed, 1.9 + 0.3 * (seed == 1), 100, "") for seed in (0, 1)
-  ]
-  for name, lines in (("ablations", rows), ("block_size", old)):
-    (tmp_path / name).mkdir()
-    csv_rows.write(tmp_path / name / "results.csv", lines)
-  assert report.spread_of(rows, ablations.STUDY).deviation < 1e-9
+  _commit(tmp_path, monkeypatch, ablations=rows, block_size=old)
+  assert report.spread_of(rows, ablations.STUDY) == spread
 
 
 def test_the_zoo(tmp_path, monkeypatch):

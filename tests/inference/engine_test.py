@@ -121,20 +121,6 @@ def test_a_cancelled_request_leaves_its_slot(engine, prompts, expected):
   assert len(ids[numbers[0]]) < TOKENS
 
 
-@pytest.mark.slow
-def test_bfloat16(prompts):
-  """With weights in bfloat16, the same as with the training weights."""
-  model = _model(dtype="bfloat16")
-  engine = engine_lib.Engine(model, slots=1, length=LENGTH, chunk=CHUNK)
-  (tokens,) = _run(engine, prompts[:1])
-  ids = [*prompts[0], *(token.id for token in tokens)]
-  apply = jax.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens)))
-  logprob_TV = np.asarray(apply(model, np.asarray([ids], np.int32))[0])
-  for token, logprob_V in zip(tokens, logprob_TV[len(prompts[0]) - 1 :]):
-    assert abs(token.logprob - logprob_V[token.id]) < 0.1
-    assert logprob_V[token.id] > logprob_V.max() - 0.1
-
-
 @pytest.mark.more
 @pytest.mark.parametrize(
   "mesh",

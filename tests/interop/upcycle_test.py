@@ -6,19 +6,16 @@ import json
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax.common import trees
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import export_huggingface
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import upcycle
 from attnres_jax.interop import weights_folder
-from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.train import checkpoint
 from tests import tiers
 from tests.interop import small_checkpoint
@@ -101,35 +98,6 @@ def test_without_the_factor_it_is_another_function(plain, expected):
   assert np.abs(_both(mean)[0] - expected[0]).max() > 0.05
 
 
-@tiers.parametrize("scan_layers", [True, False], first=0)
-def test_decoding(plain, scan_layers):
-  """A chunk and a token; without a scan, the token has separate reads."""
-  plain = trees.from_flat(
-    jax.eval_shape(
-      lambda: models.build_model(
-        dataclasses.replace(plain.config, scan_layers=scan_layers)
-      )
-    ),
-    trees.to_flat(plain),
-  )
-  model = upcycle.upcycle(plain, SCHEMES["block"])
-  rng = np.random.default_rng(1)
-  query = model.residual.queries.query
-  query[...] = jnp.asarray(rng.standard_normal(query.shape), jnp.float32)
-
-  @jax.jit
-  def both(model):
-    cache = model.init_cache(2, 9)
-    first = model.extend(TOKENS[:, :8], cache, context=0)
-    cache = cache_lib.append(cache, first.added)
-    second = model.extend(TOKENS[:, 8:], cache)
-    hidden = jnp.concatenate([first.hidden_BTD, second.hidden_BTD], axis=1)
-    return hidden, model.hidden(TOKENS)
-
-  steps, at_once = both(model)
-  np.testing.assert_allclose(steps, at_once, rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize(
   "name,words",
   [
@@ -157,15 +125,6 @@ def test_a_number_of_blocks_that_main_would_refuse(plain):
 def test_factors_that_are_refused(options):
   with pytest.raises(config_lib.ConfigError, match="'mean' with a null source"):
     config_lib.DepthReadConfig(scale="sum", **options)
-
-
-def test_a_scheme_without_the_factor(plain):
-  read = config_lib.DepthReadConfig(scale="sum")
-  config = dataclasses.replace(
-    plain.config, residual=Residual("delta_attnres", read=read)
-  )
-  with pytest.raises(config_lib.ConfigError, match="read.scale: got 'sum'"):
-    models.build_model(config)
 
 
 @pytest.fixture(scope="module")

@@ -129,6 +129,8 @@ CASES = {
   # With grouped queries, and experts after the first two.
   "mixers": MIXERS | dict(num_kv_heads=1),
   "heads": dict(read=Read(heads=2), **EXPERTS),
+  # Of upcycled networks.
+  "sum": dict(read=Read(scale="sum"), scan_layers=False),
   # Values that are read separately, or come from earlier mixers.
   "mudd": dict(name="mudd", mixers=("kda", "mla")),
   "value_residual": dict(value_residual=True),

@@ -20,47 +20,6 @@ VALUE_QUERY = config_lib.DepthReadConfig(value_query=True)
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def _value_and_grad(layers, module, embedding, **options):
-  """Value, then gradients by layers, queries, gains and embedding."""
-  value, gradient = trunks.value_and_grad(layers, module, embedding, **options)
-  by_layers, by_scheme, by_embedding = gradient
-  return value, by_layers, jax.tree.leaves(by_scheme), by_embedding
-
-
-@tiers.parametrize(
-  "name,num_sublayers,fields,scans",
-  [
-    ("prenorm", 6, {}, 1),
-    ("rescaled", 6, {}, 1),
-    ("block_attnres", 6, dict(block_size=4), 1),  # the last block is one of 2
-    ("full_attnres", 5, dict(schedule_size=3), 0),
-  ],
-  first=["block_attnres"],
-)
-def test_scans_and_checkpoints_change_nothing(
-  name, num_sublayers, fields, scans
-):
-  layers, embedding = trunks.toy(num_sublayers)
-  module, results = trunks.scheme(name, num_sublayers, **fields), []
-  for scan, remat in ((True, "none"), (False, "none"), (True, "full"),
-                      (True, "dots")):  # fmt: skip
-    run = functools.partial(trunks.run, scan=scan, remat=remat)
-    count = lambda *names, run=run: jaxprs.count(
-      names, run, layers, module, embedding
-    )
-    if remat == "none":
-      assert count("scan") == scans * scan
-      assert count("checkpoint", "remat", "remat2") == 0
-    else:
-      checkpoints = count("checkpoint", "remat", "remat2")
-      assert checkpoints >= len(module.segments()) + 2
-    results.append(
-      _value_and_grad(layers, module, embedding, scan=scan, remat=remat)
-    )
-  for other in results[1:]:
-    compare.trees(other, results[0], 1e-12)
-
-
 @tiers.parametrize(
   "name,fields",
   [

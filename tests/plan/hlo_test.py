@@ -399,20 +399,6 @@ def test_what_moves_most_is_summed_over_its_runs():
   ]  # fmt: skip
 
 
-def test_operations_have_one_name_in_all_loops_and_branches():
-  names = ["while/body/eval_jaxpr/cond/branch_3_fun", "shard_map/checkpoint"]
-  lines = [
-    f'  %c{i} = f32[2]{{0:T(128)}} copy(%a), metadata={{op_name="jit(step)/'
-    f'{name}/transpose(jvp())/jit(silu)/mul" source_line=1}}'
-    for i, name in enumerate(names)
-  ]
-  entry = "ENTRY %main (a: f32[2]) -> f32[2] {\n  %a = f32[2]{0} parameter(0)\n"
-  program = hlo.Program(entry + "\n".join([*lines, "}"]))
-  assert program.busiest(2) == [
-    (2 * 2 * 4 * 2, 2, "f32[2]", "transpose(jvp())/jit(silu)/mul")
-  ]
-
-
 @pytest.mark.parametrize(
   "groups,axes",
   [

@@ -118,38 +118,6 @@ def _network(name, **fields):
 _logits = jax.jit(lambda model: model(TOKENS))
 
 
-@jax.jit
-def _logits_and_gradient(model):
-  def value(model):
-    logits = model(TOKENS)
-    return trunks.score(logits), logits
-
-  gradient, logits = jax.grad(value, has_aux=True)(model)
-  return logits, gradient.residual
-
-
-@pytest.mark.more
-def test_conversion_is_prenorm_bit_by_bit_until_its_gate_opens():
-  plain, model = _network("prenorm"), _network("delta_mh")
-  queries = model.residual.queries
-  rng = np.random.default_rng(1)
-  for leaf in (queries.query, queries.gain, queries.null):
-    leaf[...] = rng.standard_normal(leaf.shape).astype(np.float32)
-  logits, gradient = _logits_and_gradient(model)
-  np.testing.assert_array_equal(logits, _logits(plain))
-  # One step of any optimiser moves only the gates, except that of sublayer 1.
-  assert model.residual.options.heads == 8
-  for leaf in jax.tree.leaves(gradient.queries):
-    np.testing.assert_array_equal(leaf, 0)
-  gate = np.abs(gradient.gate[...])
-  assert gate[0] == 0 and gate[1:].min() > 1e-4
-  model.residual.gate[...] = jnp.full(4, 0.5)
-  other, gradient = _logits_and_gradient(model)
-  assert np.abs(other - logits).max() > 0.1
-  for leaf in jax.tree.leaves(gradient.queries):
-    assert np.abs(leaf[1:]).max(axis=1).min() > 1e-6
-
-
 def test_gates_start_where_they_should():
   plain = _network("prenorm")
   for name in ("delta_attnres", "delta_block"):

@@ -233,6 +233,7 @@ REFUSED_READS = [
   ("block_attnres", dict(query="input", value_query=True), "value_query: got"),
   ("prenorm", dict(heads=2), "heads: got 2.*prenorm"),
   ("delta_mh", dict(null="zero"), "null: got 'zero',"),
+  ("delta_attnres", dict(scale="sum"), "scale: got 'sum'"),
 ]
 
 
