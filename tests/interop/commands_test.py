@@ -177,43 +177,6 @@ def test_bad_imports_write_nothing(source, tmp_path, capsys, arguments, words):
   assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-  "content",
-  [
-    "[" * 10_000, dict(files=["../secret.txt"]), dict(files=["gone.txt"]),
-    dict(config=dict(eos_token_id="x")), dict(config=dict(eos_token_id=[[1]])),
-    dict(config=dict(bos_token_id=1.5)), dict(dtype="F31"), dict(family="x"),
-  ],
-)  # fmt: skip
-def test_a_damaged_interop_json(imported, tmp_path, capsys, content):
-  (tmp_path / "secret.txt").write_text("secret")
-  path = imported / weights_folder.FACTS
-  good = path.read_text()
-  if not isinstance(content, str):
-    content = json.dumps(json.loads(good) | content)
-  path.write_text(content)
-  try:
-    argv = [f"--workdir={imported}", f"--path={tmp_path / 'out'}"]
-    assert EXPORT(argv) in (1, 2)
-  finally:
-    path.write_text(good)
-  error = capsys.readouterr().err
-  assert weights_folder.FACTS in error and len(error.splitlines()) == 1
-  assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("eos", ["x", 1.5, [[1]], 2**31, 300, True])
-def test_ids_of_generation_config_json(source, tmp_path, capsys, eos):
-  folder = tmp_path / "source"
-  shutil.copytree(source, folder)
-  described = folder / "generation_config.json"
-  described.write_text(json.dumps(dict(eos_token_id=eos)))
-  assert IMPORT([f"--path={folder}", f"--workdir={tmp_path / 'new'}"]) == 2
-  error = capsys.readouterr().err
-  assert "eos_token_id: got" in error and len(error.splitlines()) == 1
-  assert not (tmp_path / "new").exists()
-
-
 def test_only_a_tokenizer_is_copied(tmp_path, capsys):
   """A run of somebody else may name any file as its tokenizer."""
   secret = tmp_path / "secret.txt"

@@ -201,35 +201,6 @@ ENTRY %main (x: bf16[1,4,6], y: bf16[4,6], j: s32[]) -> bf16[2,4,6] {
   assert hlo.Program(text).hbm_bytes() == updates + both + (array + array)
 
 
-def test_traffic_of_scatters_in_place():
-  """Three rows are added to an array of eight."""
-  text = """\
-HloModule jit_f, is_scheduled=true
-
-%sum (p: bf16[], q: bf16[]) -> bf16[] {
-  %p = bf16[]{:T(256)} parameter(0)
-  %q = bf16[]{:T(256)} parameter(1)
-  ROOT %s = bf16[]{:T(256)} add(%p, %q)
-}
-
-%put (a: bf16[8,6], i: s32[3,1], b: bf16[3,6]) -> bf16[8,6] {
-  %a = bf16[8,6]{1,0:T(8,128)} parameter(0)
-  %i = s32[3,1]{1,0:T(8,128)} parameter(1)
-  %b = bf16[3,6]{1,0:T(8,128)} parameter(2)
-  ROOT %new = bf16[8,6]{1,0:T(8,128)} scatter(%a, %i, %b), update_window_dims={1}, to_apply=%sum
-}
-
-ENTRY %main (x: bf16[8,6], j: s32[3,1], y: bf16[3,6]) -> bf16[8,6] {
-  %x = bf16[8,6]{1,0:T(8,128)} parameter(0)
-  %j = s32[3,1]{1,0:T(8,128)S(1)} parameter(1)
-  %y = bf16[3,6]{1,0:T(8,128)} parameter(2)
-  ROOT %next = bf16[8,6]{1,0:T(8,128)} fusion(%x, %j, %y), kind=kCustom, calls=%put
-}
-"""  # noqa: E501
-  rows = 2 * 3 * 6
-  assert hlo.Program(text).hbm_bytes() == 3 * rows
-
-
 def test_traffic_of_gathers():
   """A gather reads only rows of its table."""
   text = """\
