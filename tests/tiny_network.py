@@ -21,12 +21,7 @@ KINDS = dict(
 
 # All of them divide over two devices.
 _FIELDS = dict(
-  vocab_size=16,
-  width=16,
-  num_layers=2,
-  num_heads=2,
-  mlp_width=24,
-  init_std=0.2,
+  vocab_size=16, width=16, num_layers=2, num_heads=2, mlp_width=24, init_std=0.2
 )
 _OF_MODEL = {field.name for field in dataclasses.fields(config_lib.ModelConfig)}
 

@@ -23,9 +23,7 @@ _COLORMAP = "viridis"
 KINDS = {"attention": "pre-attention", "mlp": "pre-MLP"}
 
 
-def depth_weights(
-  weights: Mapping[str, DepthWeights],
-) -> figure_lib.Figure:
+def depth_weights(weights: Mapping[str, DepthWeights]) -> figure_lib.Figure:
   """Heatmaps in the layout of Fig. 8: a row per scheme, attention and MLP."""
   height = 2.9 * len(weights) + 0.2
   figure = figure_lib.Figure(figsize=(8.4, height), layout="constrained")

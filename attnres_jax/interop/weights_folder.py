@@ -167,9 +167,7 @@ class Facts(records.Record):
       fields.accept(f"config.{key}", length, fields.Size | None)
 
 
-def _read_facts(
-  folder: epath.Path,
-) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _read_facts(folder: epath.Path) -> tuple[dict[str, Any], dict[str, bytes]]:
   path, contents = folder / FACTS, {}
   try:
     facts = records.read(path, Facts)

@@ -160,10 +160,7 @@ def fit_power_law(
 
 
 def fit_schemes(
-  runs: Mapping[str, Runs],
-  rng: np.random.Generator,
-  *,
-  num_samples: int = 1000,
+  runs: Mapping[str, Runs], rng: np.random.Generator, *, num_samples: int = 1000
 ) -> dict[str, Fit]:
   """Fits every scheme, with draws that all schemes share.
 

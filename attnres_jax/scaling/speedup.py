@@ -137,9 +137,7 @@ def _pairs(
   return apart, more, of_seeds
 
 
-def _spread_of_means(
-  apart: Sequence[np.ndarray],
-) -> pairs_lib.Spread | None:
+def _spread_of_means(apart: Sequence[np.ndarray]) -> pairs_lib.Spread | None:
   """The deviation of a mean of seeds, over sizes, by the scatter of seeds."""
   freedom = sum(len(of_size) - 1 for of_size in apart)
   if not freedom:

@@ -23,9 +23,7 @@ _VARIANTS = {
   variants.BASELINE: variants.PRENORM,
   "block": reads("Block", "block_attnres"),
   variants.CONTROL: variants.Variant(
-    "PreNorm, other rounding",
-    "prenorm",
-    {"model.norm_eps": 2 * paired.EPSILON},
+    "PreNorm, other rounding", "prenorm", {"model.norm_eps": 2 * paired.EPSILON}
   ),
   "full": reads("Full", "full_attnres"),
   "mhc": reads("mHC", "mhc"),

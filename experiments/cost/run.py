@@ -88,11 +88,7 @@ COMPILED = {
     ("stack16", "stack32"),
     _OWN,
   ),
-  "decode": (
-    _SERVED,
-    ("served",),
-    ((1, 1024), (8, 1024)),
-  ),
+  "decode": (_SERVED, ("served",), ((1, 1024), (8, 1024))),
   "prefill": (_SERVED, ("served",), ((1, 4096),)),
   "experts": (("block_attnres",), ("194m", "436m"), _OWN),
 }

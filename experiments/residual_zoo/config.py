@@ -22,14 +22,7 @@ STUDY = variants.Study(
   "residual_zoo",
   {NAMES[name]: _variant(name) for name in residuals.RESIDUALS},
   # Those that end lowest, and two for comparison.
-  longer=(
-    "postnorm",
-    "highway",
-    "mudd",
-    "mrla",
-    "full",
-    "siamesenorm",
-  ),
+  longer=("postnorm", "highway", "mudd", "mrla", "full", "siamesenorm"),
   shares=ablations.STUDY,
 )
 get_config, sweep = STUDY.get_config, STUDY.sweep

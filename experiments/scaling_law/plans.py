@@ -84,9 +84,7 @@ def bought(rows: Sequence[Row]) -> str:
   return readme_lib.text(page.Table(header, lines))
 
 
-def _of_table_2(
-  rows: Sequence[Row],
-) -> dict[tuple[str, str, str], Row]:
+def _of_table_2(rows: Sequence[Row]) -> dict[tuple[str, str, str], Row]:
   """By slice, size and scheme."""
   plans = {}
   for row in rows:

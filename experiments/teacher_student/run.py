@@ -32,10 +32,7 @@ RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 SIZES = toy.Sizes()
 
 _RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
-PUBLISHED = readme.Published(
-  _RESULTS.parent,
-  [readme.Place(report.results)],
-)
+PUBLISHED = readme.Published(_RESULTS.parent, [readme.Place(report.results)])
 
 
 def rows(

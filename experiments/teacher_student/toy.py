@@ -144,11 +144,7 @@ class Task(NamedTuple):
 
 
 def task(
-  name: str,
-  readout: str,
-  temperature: jax.Array,
-  seed: jax.Array,
-  sizes: Sizes,
+  name: str, readout: str, temperature: jax.Array, seed: jax.Array, sizes: Sizes
 ) -> Task:
   """Draws teacher, data, student and batches of a run independently.
 

@@ -68,8 +68,7 @@ def test_sizes_are_the_networks(size, experts):
 
 
 @pytest.mark.parametrize(
-  "spec",
-  ["lm.py:size=small", "kimi_k3_attnres.py", "kimi_linear.py:runlocal"],
+  "spec", ["lm.py:size=small", "kimi_k3_attnres.py", "kimi_linear.py:runlocal"]
 )
 def test_other_configs_are_the_networks(spec):
   _check_against_network(_load(spec))

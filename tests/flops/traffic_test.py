@@ -72,12 +72,7 @@ FIELDS = tiny_network.KINDS | dict(
 @tiers.parametrize("dtype", ["float32", "bfloat16"], first=["bfloat16"])
 @pytest.mark.parametrize(
   "fields",
-  [
-    {},
-    dict(name="mudd"),
-    dict(name="mrla_light"),
-    dict(value_residual=True),
-  ],
+  [{}, dict(name="mudd"), dict(name="mrla_light"), dict(value_residual=True)],
   ids=lambda fields: "-".join(map(str, fields.values())) or "plain",
 )
 def test_caches_are_those_of_a_decoder(dtype, fields):

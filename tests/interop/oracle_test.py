@@ -18,10 +18,7 @@ from attnres_jax.common import trees
 from attnres_jax.interop import huggingface
 from attnres_jax.models import loss as loss_lib
 
-pytestmark = [
-  pytest.mark.needs("torch"),
-  pytest.mark.needs("transformers>=5"),
-]
+pytestmark = [pytest.mark.needs("torch"), pytest.mark.needs("transformers>=5")]
 
 LENGTH = 48
 SHAPE = dict(

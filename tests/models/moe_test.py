@@ -107,8 +107,7 @@ K3 = dict(activation="situ", latent_width=8, latent_norm=True)
 
 
 @pytest.mark.parametrize(
-  "kwargs",
-  [K3, dict(activation="situ"), dict(latent_width=8, num_shared=0)],
+  "kwargs", [K3, dict(activation="situ"), dict(latent_width=8, num_shared=0)]
 )
 def test_latents_and_bounded_units(kwargs):
   """Bounds that most units reach."""
@@ -360,8 +359,7 @@ def test_what_travels_on_tpu():
     ),
   )
   mesh = sharding.make_mesh(
-    config_lib.MeshConfig(data=1, fsdp=2, expert=4),
-    topology.devices("v5e:2x4"),
+    config_lib.MeshConfig(data=1, fsdp=2, expert=4), topology.devices("v5e:2x4")
   )
   module = jax.eval_shape(lambda: moe.Moe(config, rngs=nnx.Rngs(params=0)))
   placed = _shardings(mesh, module)

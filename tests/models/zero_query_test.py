@@ -99,11 +99,7 @@ def test_dead_parameters(name, form):
 
 @pytest.mark.parametrize(
   "name,fields",
-  [
-    ("full_attnres", dict(read=INPUT_QUERY)),
-    ("mhc", {}),
-    ("mrla", {}),
-  ],
+  [("full_attnres", dict(read=INPUT_QUERY)), ("mhc", {}), ("mrla", {})],
 )
 def test_same_seed_same_weights_under_every_scheme(name, fields):
   """Also if a scheme draws random numbers, or starts as another function."""

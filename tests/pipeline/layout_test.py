@@ -36,11 +36,7 @@ LAYOUTS = [
   schedule.Layout(ranks, stages, sizes, block)
   for ranks, stages in itertools.product((1, 2, 3, 4, 5), (1, 2, 3))
   for block in (None, 1, 2, 3, 4, 5, 6, 8, 100)
-  for sizes in (
-    2,
-    4,
-    tuple(1 + (3 * c) % 4 for c in range(ranks * stages)),
-  )
+  for sizes in (2, 4, tuple(1 + (3 * c) % 4 for c in range(ranks * stages)))
 ]
 
 

@@ -114,9 +114,7 @@ def _chunk(start, length):
 
 
 @pytest.mark.parametrize(
-  "options",
-  [*OPTIONS.values(), dict(qkv_norm=True)],
-  ids=[*OPTIONS, "norms"],
+  "options", [*OPTIONS.values(), dict(qkv_norm=True)], ids=[*OPTIONS, "norms"]
 )
 def test_is_its_definition(options):
   """At once, and as the first tokens of a cache."""
