@@ -43,13 +43,15 @@ EXPERT_MESHES = [
 ]
 
 
-def _config(mesh, **model):
+def _config(mesh, microbatches=1, **model):
   dense = dict(vocab_size=32, num_layers=1, block_size=1)
   return config_lib.RunConfig(
     model=tiny_network.config(**dense | model),
     data=config_lib.DataConfig(sequence_length=8, batch_size=8),
     # A large epsilon, since Adam would divide rounding errors by themselves.
-    optim=config_lib.OptimConfig(warmup_steps=1, eps=1e-2),
+    optim=config_lib.OptimConfig(
+      warmup_steps=1, eps=1e-2, accumulate_steps=microbatches
+    ),
     mesh=config_lib.MeshConfig(**mesh),
   )
 
@@ -78,9 +80,9 @@ def _on_one_device(**model):
   return _expected[key]
 
 
-def _assert_same_step(mesh, **model):
+def _assert_same_step(mesh, microbatches=1, **model):
   metrics, before, after = _on_one_device(**model)
-  sharded, found_before, state = _step(_config(mesh, **model))
+  sharded, found_before, state = _step(_config(mesh, microbatches, **model))
   jax.tree.map(np.testing.assert_array_equal, found_before, before)
   load = [name for name in metrics if name.startswith("moe_")]
   assert bool(load) == ("moe" in model)
@@ -121,6 +123,25 @@ def test_experts_alone_and_with_each_other_axis(mesh):
   state = _assert_same_step(mesh, **EXPERTS)
   # The load moved the biases as on one device.
   assert np.any(state.model.sublayers["moe"].core.selection_bias[...])
+
+
+@pytest.mark.parametrize(
+  "kind", ["dense", pytest.param("experts", marks=pytest.mark.more)]
+)
+def test_copies_sum_their_microbatches_apart(kind):
+  """Gradients are sent once, after the loop, and a step is the same step."""
+  model = EXPERTS if kind == "experts" else {}
+  mesh = dict(data=2, fsdp=2, tensor=2) if kind == "dense" else dict(data=2)
+  _assert_same_step(mesh, microbatches=2, **model)
+  config = _config(dict(data=2), microbatches=2, **model)
+  program = train_state.make_program(config, sharding.make_mesh(config.mesh))
+  shapes = program.abstract_state, program.batch_shapes
+  text = program.train_step.lower(*shapes).compile().as_text()
+  loops = re.findall(r"body=(%[\w.-]+)", text)
+  bodies = re.split(r"\n(?=%|ENTRY)", text)
+  assert any("all-reduce" in b for b in bodies if b.startswith("ENTRY"))
+  inside = [b for b in bodies if b.split(" ", 1)[0] in loops]
+  assert loops and not any("all-reduce" in b for b in inside)
 
 
 @pytest.mark.more

@@ -39,7 +39,9 @@ class Embedding(nnx.Module):
     with scopes.part(scopes.EMBEDDING):
       if sharding.scatters():
         return _encode_by_shards(self.dtype, self.table[...], tokens_BT)
-      return _encode(self.dtype, self.table[...], tokens_BT)
+      # XLA ends on a lookup of copies' tables that two axes cut.
+      table_VD = sharding.within_copies(self.table[...], sharding.FIRST_AXIS)
+      return _encode(self.dtype, table_VD, tokens_BT)
 
   def add_gradient(
     self, total_VD: jax.Array, tokens_BT: jax.Array, d_BTD: jax.Array

@@ -88,7 +88,9 @@ class Unpipelined:
   def value_and_grad(self, model, examples):
     with sharding.ambient(self.mesh):  # Gradient rules need it too.
       if self.microbatches > 1:
-        return self._accumulated(model, examples)
+        return sharding.by_copies(self._accumulated, probe.total)(
+          model, examples
+        )
       total = jax.grad(self._total, has_aux=True)
       gradient, sums = total(model, None, examples)
       return sums, widened(gradient)

@@ -66,6 +66,7 @@ from attnres_jax.common.sharding.parameters import (
 from attnres_jax.common.sharding.parameters import (
   with_sharding as with_sharding,
 )
+from attnres_jax.common.sharding.shards import by_copies as by_copies
 from attnres_jax.common.sharding.shards import by_rows as by_rows
 from attnres_jax.common.sharding.shards import by_shards as by_shards
 from attnres_jax.common.sharding.shards import cut_dim as cut_dim
@@ -81,3 +82,4 @@ from attnres_jax.common.sharding.shards import (
 )
 from attnres_jax.common.sharding.shards import sum_parts as sum_parts
 from attnres_jax.common.sharding.shards import unsplit_axes as unsplit_axes
+from attnres_jax.common.sharding.shards import within_copies as within_copies

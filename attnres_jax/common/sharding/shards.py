@@ -29,7 +29,7 @@ def keep_tokens(x_BTD: jax.Array) -> jax.Array:
     return x_BTD
   tensor = jax.sharding.get_abstract_mesh().shape.get(mesh_lib.TENSOR, 1)
   spec = mesh_lib.SEQUENCES if x_BTD.shape[1] % tensor else mesh_lib.TOKENS
-  return jax.lax.with_sharding_constraint(x_BTD, spec)
+  return jax.lax.with_sharding_constraint(x_BTD, _unsplit(spec))
 
 
 _scattering = jax.make_user_context(False)
@@ -61,7 +61,7 @@ def gather_tokens(x_BTD: jax.Array) -> jax.Array:
   """In `scattering`, gives each device all tokens of its rows."""
   if not scatters():
     return x_BTD
-  return jax.lax.with_sharding_constraint(x_BTD, mesh_lib.SEQUENCES)
+  return jax.lax.with_sharding_constraint(x_BTD, _unsplit(mesh_lib.SEQUENCES))
 
 
 def scatter_sum(function: Callable[..., jax.Array], *in_specs: Any) -> Any:
@@ -112,13 +112,14 @@ def by_shards(
     specs = in_specs, out_specs
     if not _tensor_divides_tokens(in_specs, args):
       specs = _map_specs(lambda spec: _BY_ROW.get(spec, spec), specs)
+    specs = _map_specs(_unsplit, specs)
     # Unchecked, so that gradients of replicated arguments are summed by the
     # transpose rule rather than by every gradient rule inside.
     return jax.shard_map(
       function,
       in_specs=specs[0],
       out_specs=specs[1],
-      axis_names=set(axes),
+      axis_names=unsplit_axes().keys() & {*axes},
       check_vma=False,
     )(*args)
 
@@ -140,6 +141,38 @@ def by_rows(
   return by_shards(
     function, (mesh_lib.SEQUENCES, cuts), mesh_lib.SEQUENCES, mesh_lib.ROWS
   )
+
+
+def by_copies(
+  function: Callable[[Any, Any], Any], total: Callable[[Any, str], Any]
+) -> Callable[[Any, Any], Any]:
+  """Makes the devices along `data` compute `function(shared, rows)` apart.
+
+  They have copies of all parameters. The gradients of many microbatches are
+  then added up on each device, and sent once, where each microbatch would send
+  its own. Within, `by_shards` splits over the other axes.
+
+  Args:
+    function: its `shared` are parameters, and leaves of `rows` [B, ...].
+    total: combines the results of all devices along the named axis.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.shape.get(mesh_lib.DATA, 1) == 1:
+    return function
+  return jax.shard_map(
+    lambda *args: total(function(*args), mesh_lib.DATA),
+    in_specs=(mesh_lib.WHOLE, PartitionSpec(mesh_lib.DATA)),
+    out_specs=mesh_lib.WHOLE,
+    axis_names={mesh_lib.DATA},
+    check_vma=False,
+  )
+
+
+def within_copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """Within `by_copies`, constrains how an array is sharded."""
+  if jax.sharding.get_abstract_mesh().manual_axes != (mesh_lib.DATA,):
+    return x
+  return jax.lax.with_sharding_constraint(x, spec)
 
 
 def stacked_sequences(number: int) -> PartitionSpec:
@@ -207,10 +240,21 @@ def sum_parts(total: jax.Array, dim: int | None) -> jax.Array:
 
 
 def _mesh_to_split_over(axes: Sequence[str] = mesh_lib.AXES) -> bool:
-  mesh = jax.sharding.get_abstract_mesh()
-  return not mesh.manual_axes and any(
-    mesh.shape.get(axis, 1) > 1 for axis in axes
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  return {mesh_lib.DATA}.issuperset(manual) and any(
+    unsplit_axes().get(axis, 1) > 1 for axis in axes
   )
+
+
+def _unsplit(spec: PartitionSpec) -> PartitionSpec:
+  """A spec without the axes over which `by_copies` has split already."""
+  axes = unsplit_axes()
+
+  def rest(entry: Any) -> Any:
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return tuple(a for a in names if a in axes) or None
+
+  return PartitionSpec(*map(rest, spec))
 
 
 def _tensor_divides_tokens(in_specs: Any, args: Sequence[Any]) -> bool:

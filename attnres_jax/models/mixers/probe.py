@@ -7,6 +7,7 @@ gradient is the largest logit of each head. Gradients are summed over
 microbatches; gradients of probes are combined by their maximum instead (`add`).
 """
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -79,10 +80,21 @@ def largest_logits(
 
 def add(total: Any, new: Any) -> Any:
   """Sums of two gradients, but the maximum for probes."""
+  return _merge(jnp.add, jnp.maximum, total, new)
 
-  def merge(a, b):
-    combine = jnp.maximum if isinstance(a, LogitProbe) else jnp.add
-    return jax.tree.map(combine, a, b)
+
+def total(gradient: Any, axis: str) -> Any:
+  """Within `shard_map`, `add` over the devices along an axis of the mesh."""
+  over = lambda function: functools.partial(function, axis_name=axis)
+  return _merge(over(jax.lax.psum), over(jax.lax.pmax), gradient)
+
+
+def _merge(
+  of_sums: Callable[..., Any], of_probes: Callable[..., Any], *trees: Any
+) -> Any:
+  def merge(node, *others):
+    function = of_probes if is_probe(node) else of_sums
+    return jax.tree.map(function, node, *others)
 
   is_probe = lambda node: isinstance(node, LogitProbe)
-  return jax.tree.map(merge, total, new, is_leaf=is_probe)
+  return jax.tree.map(merge, *trees, is_leaf=is_probe)
