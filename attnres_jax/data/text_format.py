@@ -23,14 +23,11 @@ origins:
 """
 
 from collections.abc import Iterable, Sequence
-import copy
 import dataclasses
-import functools
 import os
 from typing import Any
 
 from etils import epath
-import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
@@ -76,16 +73,16 @@ class TextFormat:
     candidates = (*self.open_ids, self.bos_id, *self.end_ids)
     return next((id for id in candidates if id is not None), 0)
 
-  def encode(self, text: str, parse_special: bool = False) -> list[int]:
-    """Ids of a text without its opening; see `Tokenizer.encode`."""
-    return self.tokenizer.encode(text, parse_special).tolist()
+  def encode(self, text: str) -> list[int]:
+    """Ids of a text without its opening."""
+    return self.tokenizer.encode(text).tolist()
 
-  def prompt(self, text: str, parse_special: bool = False) -> list[int]:
+  def prompt(self, text: str) -> list[int]:
     """Ids of a text to continue: the opening, then the text.
 
     At least one id, so that there is something to continue.
     """
-    ids = [*self.open_ids, *self.encode(text, parse_special)]
+    ids = [*self.open_ids, *self.encode(text)]
     return ids or [self.prefix_id]
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -359,21 +356,6 @@ class _Imported(tokenizer_lib.HuggingFaceTokenizer):
     encoded = tokenizer.encode("a")
     mask = encoded.special_tokens_mask
     self.opening = tuple(encoded.ids[: mask.index(0) if 0 in mask else 0])
-
-  @functools.cached_property
-  def _parsing(self) -> Any:
-    """A tokenizer that parses special tokens where a text spells them."""
-    parsing = copy.deepcopy(self._tokenizer)
-    parsing.encode_special_tokens = False
-    return parsing
-
-  def encode(
-    self, text: str | bytes, parse_special: bool = False
-  ) -> np.ndarray:
-    if not parse_special:
-      return super().encode(text)
-    text = text.encode() if isinstance(text, str) else text
-    return self._encode(self._parsing, [text])[0]
 
   def decode(self, ids: Iterable[int]) -> str:
     # Larger numbers overflow inside the library.

@@ -52,27 +52,8 @@ class Tokenizer(abc.ABC):
   sha256: str | None = None
   run_ids: frozenset[int] = frozenset()
 
-  def encode(
-    self, text: str | bytes, parse_special: bool = False
-  ) -> np.ndarray:
-    """Ids of a text, int32, without any separator.
-
-    Args:
-      text: any text.
-      parse_special: whether special tokens written in the text, such as
-        "<|im_end|>", become these tokens. Otherwise they are text.
-
-    Raises:
-      ConfigError: the tokenizer reads no special tokens, or cannot encode the
-        text.
-    """
-    if parse_special:
-      config_lib.fail_argument(
-        "parse_special",
-        True,
-        f"false: tokenizer {self.name!r} of our own runs reads no special"
-        " tokens from text",
-      )
+  def encode(self, text: str | bytes) -> np.ndarray:
+    """Ids of a text, int32, without any separator; special tokens are text."""
     text = text.encode() if isinstance(text, str) else text
     return self.encode_batch([text])[0]
 
@@ -179,20 +160,17 @@ class HuggingFaceTokenizer(Tokenizer):
         if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)
       )
 
-  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    return self._encode(self._tokenizer, texts)
-
   def _is_no_text(self, name: str, id: int) -> bool:
     """Makes a token special; whether it is no piece of the model either."""
     self._tokenizer.add_special_tokens([name])
     texts = [name, f"a{name}a", f"a {name} a", f"{name}\n{name}"]
-    encoded = self._encode(self._tokenizer, [text.encode() for text in texts])
+    encoded = self.encode_batch([text.encode() for text in texts])
     return not any(id in ids for ids in encoded)
 
-  def _encode(self, tokenizer: Any, texts: Sequence[bytes]) -> list[np.ndarray]:
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     # Fails, for example, for a vocabulary without its [UNK].
     with self._expecting("a tokenizer that can encode the text"):
-      encodings = tokenizer.encode_batch(
+      encodings = self._tokenizer.encode_batch(
         [text.decode(errors="replace") for text in texts],
         add_special_tokens=False,
       )

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 import sys
 from typing import TYPE_CHECKING
 
-from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import text_table
 from attnres_jax.config import fields
@@ -74,8 +73,6 @@ def sample_text(
 def _sample_run(options: argparse.Namespace) -> None:
   settings = command_line.of_fields(settings_lib.Settings, options)
   fields.accept("--num_tokens", options.num_tokens, fields.Tokens)
-  if "" in options.stop:
-    config_lib.fail_argument("--stop", "", "a text")
   config, model = trained.load(options)
   from attnres_jax.data import text_format as text_format_lib
   from attnres_jax.inference import text
@@ -83,7 +80,7 @@ def _sample_run(options: argparse.Namespace) -> None:
   text_format = text_format_lib.of_data(config.data, options.workdir)
   request = text.request(
     text_format, options.prompt, options.num_tokens, settings,
-    past_end=options.past_end, parse_special=options.parse_special,
+    past_end=options.past_end,
   )  # fmt: skip
   size, most = _length(request), config.data.sequence_length
   if size > most:
@@ -97,7 +94,7 @@ def _sample_run(options: argparse.Namespace) -> None:
     # A file or another program gets the text unchanged.
     out = text_table.unfiltered(out)
   print(options.prompt, end="", file=out, flush=True)
-  for more in _continue(model, text_format, request, options.stop):
+  for more in _continue(model, text_format, request):
     print(more, end="", file=out, flush=True)
   print(file=out)
 
@@ -106,14 +103,13 @@ def _continue(
   model: models.Transformer,
   text_format: text_format_lib.TextFormat,
   request: engine_lib.Request,
-  stop: Sequence[str] = (),
 ) -> Iterator[str]:
   """Yields the text of each token when it is drawn."""
   from attnres_jax.inference import engine as engine_lib
   from attnres_jax.inference import text
 
   engine = engine_lib.Engine(model, slots=1, length=_length(request))
-  for piece in text.complete(engine, text_format, [(request, stop)]):
+  for piece in text.complete(engine, text_format, [request]):
     yield piece.text
 
 
@@ -137,17 +133,8 @@ def _parser() -> command_line.Parser:
   )
   parser.add_fields(settings_lib.Settings, temperature=0.8)
   add(
-    "--stop", type=free, action="append", default=[],
-    help="end before this text; may be repeated",
-  )  # fmt: skip
-  add(
     "--past_end", action="store_true",
     help="continue after the end of a document",
-  )  # fmt: skip
-  add(
-    "--parse_special", action="store_true",
-    help="read special tokens written in a prompt, such as <|im_end|>, as these"
-    " tokens (default: as text)",
   )  # fmt: skip
   return parser
 

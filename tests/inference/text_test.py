@@ -13,14 +13,10 @@ TOKENIZER = data.make_tokenizer(config_lib.DataConfig())
 FORMAT = text_format.of_tokenizer(TOKENIZER)
 
 
-def _pieces(written, stop=()):
-  decoded = text.Text(FORMAT, stop=stop)
-  pieces = []
-  for token in TOKENIZER.encode(written).tolist():
-    pieces.append(decoded.add(token))
-    if decoded.stopped:
-      return pieces
-  return [*pieces, decoded.end()]
+def _pieces(written):
+  decoder = FORMAT.decoder()
+  pieces = [decoder.add(token) for token in TOKENIZER.encode(written).tolist()]
+  return [*pieces, decoder.end()]
 
 
 def test_characters_are_whole():
@@ -37,29 +33,6 @@ def test_any_bytes_are_decoded_as_a_whole():
     for _ in range(100):
       written = bytes(rng.choice(some, size).tolist())
       assert "".join(_pieces(written)) == written.decode(errors="replace")
-
-
-@pytest.mark.parametrize(
-  "written,stop,expected",
-  [
-    ("one two three", ["two"], "one "),
-    ("one two three", ["wo", "two"], "one "),
-    ("one two", ["twofold"], "one two"),
-    ("aaab", ["aab"], "a"),
-    ("abc", ["abc"], ""),
-    ("abc", [], "abc"),
-  ],
-)
-def test_stop_strings(written, stop, expected):
-  pieces = _pieces(written, stop)
-  assert "".join(pieces) == expected
-  # Only what may be the start of a stop string is held back.
-  if not stop:
-    assert pieces == [*written, ""]
-
-
-def test_a_false_start_is_released_at_once():
-  assert _pieces("ababc", ["abx"]) == ["", "", "ab", "", "abc", ""]
 
 
 def test_a_prompt_that_is_no_text():
