@@ -345,29 +345,14 @@ def connect(options: argparse.Namespace) -> None:
 
 
 def _with_fields(args: Sequence[str]) -> Iterator[str]:
-  """Rewrites all forms of `--config.FIELD` as one argument with its name."""
-  defaults = config_lib.flatten(config_lib.default_config().to_dict())
-  rest = iter(args)
-  for arg in rest:
+  """Rewrites `--config.FIELD=VALUE` as one argument with its name."""
+  for index, arg in enumerate(args):
     if arg == "--":
-      yield arg
-      yield from rest
+      yield from args[index:]
       return
-    match = re.fullmatch(r"--?(no)?config\.([^=]*)(?:=(.*))?", arg, re.S)
-    if match is None:
-      yield arg
-      continue
-    negated, field, value = match.groups()
-    kind = type(defaults.get(field, True))
-    if negated and (kind is not bool or value is not None):
-      stop(
-        f"config.{field}: got 'no', expected a value of type {kind.__name__}"
-      )
-    if negated:
-      value = "false"
-    elif value is None:
-      value = "true" if kind is bool else next(rest, "")
-    yield f"{_FIELD}={field}={value}"
+    if arg.startswith("--config.") and "=" not in arg:
+      stop(f"{arg}: got no value, expected {arg}=VALUE")
+    yield re.sub(r"^--config\.", f"{_FIELD}=", arg)
 
 
 def _print_fields(part: str, source: config_lib.Source | None) -> None:

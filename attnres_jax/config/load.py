@@ -2,8 +2,7 @@
 """Turns a config file and overrides into a checked `RunConfig` and JSON."""
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
-import contextlib
+from collections.abc import Callable, Mapping
 import dataclasses
 import importlib.machinery
 import inspect
@@ -59,28 +58,11 @@ class Source:
 
   def values(self) -> dict[str, Any]:
     """The fields with values of their types."""
-    with self._several():
-      return {name: parse_field(name, t) for name, t in self.fields.items()}
+    return {name: parse_field(name, t) for name, t in self.fields.items()}
 
   def load(self) -> RunConfig:
     """`load_config` of it."""
-    values = self.values()
-    with self._several():
-      return load_config(self.spec, values)
-
-  @contextlib.contextmanager
-  def _several(self) -> Iterator[None]:
-    """Says of a field with values between commas which command takes these."""
-    try:
-      yield
-    except ConfigError as error:
-      for name, text in self.fields.items():
-        if "," in text and str(error).startswith(f"config.{name}: got "):
-          error.add_note(
-            "to train with each of them, python -m attnres_jax.sweep --sweep"
-            f" {name}={text}"
-          )
-      raise
+    return load_config(self.spec, self.values())
 
   def __str__(self) -> str:
     flags = (f"--config.{name}={text}" for name, text in self.fields.items())

@@ -190,7 +190,10 @@ def _progress(
       f"--workdir: got {options.workdir!r}, expected the folder of a sweep"
     )
   if options.given & {"config", "config_fields", "sweep", "seeds"}:
-    folder_lib.check_source(options.workdir, cli.source(options))
+    source = folder_lib.source(options.workdir)
+    if source != (given := cli.source(options)):
+      accepted = f"{source}, which made {options.workdir}"
+      config_lib.fail_argument("--config", given, accepted)
   return grid.select(progress, options.only)
 
 

@@ -168,22 +168,6 @@ def source(folder: epath.PathLike) -> str:
   return damage.read(epath.Path(folder) / SWEEP, Index).source
 
 
-def check_source(
-  folder: epath.PathLike, given: config_lib.Source | str
-) -> None:
-  """Refuses a --config that did not make the sweep of a folder.
-
-  Raises:
-    ConfigError: names the one that did.
-  """
-  there = source(folder) if names(folder) else None
-  if there != str(given):
-    origin = f"{there}, which made" if there else "a launch that first prepares"
-    raise config_lib.ConfigError(
-      f"--config: got {given}, expected {origin} {folder}"
-    )
-
-
 def read_run(folder: epath.PathLike, name: str) -> grid.Run:
   """One run of a folder.
 

@@ -17,8 +17,7 @@ The exit status says whether to start it again, see `attnres_jax.common.exits`.
 After an error, the run's folder holds error.txt: traceback, step, host and
 attempt.
 
-Configs of runs are in the folder. --config and fields may repeat the launch's;
-others are refused.
+Configs of runs are in the folder.
 
 For runs over several processes, start the same command once per process with
 --distributed. On a pod, JAX finds the cluster by itself; elsewhere, describe it
@@ -62,19 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _work(options: argparse.Namespace) -> int:
   files.check_folder("--folder", options.folder)
   folder, expected = epath.Path(options.folder), "the folder of a sweep"
-  if not (
-    options.run
-    or options.config
-    or files.is_remote(folder)
-    or (folder / sweep.SWEEP).exists()
-  ):
+  is_known = files.is_remote(folder) or (folder / sweep.SWEEP).exists()
+  if not options.run and not is_known:
     config_lib.fail_argument("--folder", options.folder, expected)
   # JAX, Orbax and Grain, which take seconds, after the flags.
-  from attnres_jax.sweep import folder as folder_lib
   from attnres_jax.sweep import work
 
-  if options.config is not None:
-    folder_lib.check_source(options.folder, options.config)
   work.keep_programs(options.folder)
   try:
     command_line.connect(options)
@@ -104,7 +96,6 @@ def _work(options: argparse.Namespace) -> int:
 def make_parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.sweep.worker", __doc__)
   parser.add_argument("--folder", required=True, help="of the sweep")
-  parser.add_config()
   parser.add_argument("--run", help="name of one run (default: all open ones)")
   parser.add_argument(
     "--only", default="", help="regular expression over names of runs"

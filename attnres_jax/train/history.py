@@ -22,13 +22,11 @@ class History:
   """The folder of a run when an attempt begins.
 
   Attributes:
-    damaged: files that are rebuilt, with the cause of each.
     restored: the newest checkpoint that can be read; None at the first attempt.
     tail: the end of metrics.jsonl.
     missing: step of a newer checkpoint that was completed, or None.
   """
 
-  damaged: dict[str, str]
   restored: checkpoint.Restored | None
   tail: metrics_lib.Tail
   missing: int | None
@@ -41,18 +39,12 @@ class History:
   def report(self, writer: metrics_lib.Writer) -> None:
     """Writes an event for everything that is not as it should be."""
     step, restored = self.step, self.restored
-    for file, cause in self.damaged.items():
-      writer.event(step, "file rebuilt", file=file, cause=cause)
     for broken, cause in (restored.unreadable if restored else {}).items():
       writer.event(step, "checkpoint set aside", of_step=broken, cause=cause)
     if self.missing is not None:
       writer.event(step, "checkpoint missing", of_step=self.missing)
     if restored and not restored.verified:
       writer.event(step, "checkpoint unverified", of_step=step)
-    rows = missing_rows(restored, self.tail)
-    if rows is not None:
-      first, last = rows
-      writer.event(step, "rows missing", after_step=first, through_step=last)
 
 
 def report_start(
@@ -118,14 +110,3 @@ def missing_checkpoint(
     )
   is_there = newest <= restored.step or newest in restored.unreadable
   return None if is_there else newest
-
-
-def missing_rows(
-  restored: checkpoint.Restored | None, tail: metrics_lib.Tail
-) -> tuple[int, int] | None:
-  """Between which steps metrics.jsonl lost rows; None where it has all."""
-  if restored is None:
-    return None
-  every = restored.info["config"]["train"]["log_every"]
-  logged = restored.step // every * every
-  return (tail.last_step, logged) if tail.last_step < logged else None

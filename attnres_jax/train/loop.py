@@ -237,14 +237,13 @@ def _restore(
   """The folder's history, or the summary of a run that is finished."""
   config = prepared.config
   run_folder.refuse_changes(workdir, config, prepared.descriptions)
-  damaged = run_folder.damaged(workdir)
   summary = run_folder.finished_summary(workdir, config.train.steps)
-  if summary is not None and not damaged:
+  if summary is not None and run_folder.is_described(workdir):
     return summary
   restored = checkpoint.restore_latest(workdir, prepared.program.abstract_state)
   tail = metrics_lib.read_tail(workdir, restored.step if restored else 0)
   missing = history_lib.missing_checkpoint(workdir, restored, tail)
-  return history_lib.History(damaged, restored, tail, missing)
+  return history_lib.History(restored, tail, missing)
 
 
 def _begin(

@@ -180,24 +180,14 @@ def refuse_other_text(
       )
 
 
-def damaged(workdir: epath.Path) -> dict[str, str]:
-  """The files of a run with checkpoints that must be rebuilt, and why."""
-  if not checkpoint.all_steps(workdir):
-    return {}
-  causes = {}
-  for name, check in (
-    (CONFIG, config_lib.build_run_config),
-    (DATA, Text.of_values),
-    (SUMMARY, Summary.of_values),
-  ):
-    try:
-      check(files.read_json(workdir / name))
-    except FileNotFoundError:
-      # A run that is not finished has no summary.
-      causes |= {} if name == SUMMARY else {name: "missing"}
-    except (OSError, ValueError) as error:
-      causes[name] = " ".join(str(error).split())
-  return causes
+def is_described(workdir: epath.Path) -> bool:
+  """Whether config.json and data.json can be read, or nothing can mend them."""
+  try:
+    config_lib.build_run_config(files.read_json(workdir / CONFIG))
+    Text.of_values(files.read_json(workdir / DATA))
+  except (OSError, ValueError):
+    return not checkpoint.all_steps(workdir)
+  return True
 
 
 def harmful(

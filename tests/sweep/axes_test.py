@@ -7,7 +7,6 @@ import types
 
 import pytest
 
-from attnres_jax import main as main_lib
 from attnres_jax.common import csv_rows
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import __main__ as command
@@ -95,18 +94,6 @@ def test_bad_axes_get_one_line(source, tmp_path, capsys, flags, error):
   lines = capsys.readouterr().err.splitlines()
   assert len(lines) == 1 and error in lines[0]
   assert not folder.exists()
-
-
-def test_a_run_says_where_several_values_go(source, tmp_path, capsys):
-  for field in ("optim.peak_lr=1e-3,3e-3", "model.dtype=float32,bfloat16"):
-    flags = [
-      f"--config={source}", f"--workdir={tmp_path / 'run'}",
-      "--config.data.batch_size=8",
-    ]  # fmt: skip
-    assert main_lib.main([*flags, f"--config.{field}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: config.{field.partition('=')[0]}: got ")
-    assert line.count(f"python -m attnres_jax.sweep --sweep {field}") == 1
 
 
 def test_a_report_compares_schemes_at_their_rates(

@@ -9,7 +9,6 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder
-from attnres_jax.sweep import worker
 from tests.sweep import tiny_sweep
 
 
@@ -102,19 +101,6 @@ def test_what_computes_the_same_may_change(tmp_path, source):
   config = folder.run_config(folder.read(tmp_path / "sweep")[0])
   assert (config.mesh.data, config.mesh.fsdp) == (1, -1)
   assert config.checkpoint.every_steps == 7
-
-
-def test_workers_take_the_config_that_made_the_sweep(tmp_path, source, capsys):
-  (run,) = tiny_sweep.prepare(tmp_path / "sweep", source)[:1]
-  tiny_sweep.leave(tmp_path / "sweep", run)
-  line = [f"--folder={tmp_path}/sweep", f"--run={run.name}"]
-  assert worker.main([*line, f"--config={source}"]) == 0
-  assert worker.main([*line, f"--config={source}", "--config.seed=1"]) == 2
-  line = [f"--folder={tmp_path}/empty", f"--config={source}"]
-  assert worker.main(line) == 2
-  first, second = capsys.readouterr().err.splitlines()
-  assert f"--config: got {source} --config.seed=1, expected {source}," in first
-  assert "expected a launch that first prepares" in second
 
 
 def test_unknown_run_and_empty_folder(tmp_path):
