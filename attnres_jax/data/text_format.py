@@ -258,8 +258,10 @@ class _Described:
       "generation_config.json": self._read("generation_config.json"),
       **({_IMPORTED: imported} if imported else {config: self._read(config)}),
     }
-    self.tokenizer = self._read("tokenizer_config.json")
-    self._map = self._read("special_tokens_map.json")
+    newer = self._read("tokenizer_config.json").items()
+    self.tokenizer = self._read("special_tokens_map.json") | {
+      key: value for key, value in newer if value is not None
+    }
 
   def ids(self, key: str) -> tuple[int, ...]:
     """The ids of the first file that has the key: a number or a list."""
@@ -278,20 +280,17 @@ class _Described:
 
   def names(self) -> dict[str, str]:
     """Text of special tokens by their role."""
-    texts = {}
-    for role in _NAMES:
-      for file, values in (
-        ("special_tokens_map.json", self._map),
-        ("tokenizer_config.json", self.tokenizer),
-      ):
-        value = _content(values.get(role))
-        if value is None:
-          continue
-        if not isinstance(value, str):
-          config_lib.fail_argument(
-            f"{self._folder / file}: {role}", value, "the text of a token"
-          )
-        texts[role] = value
+    texts = {
+      role: _content(value)
+      for role in _NAMES
+      if (value := self.tokenizer.get(role)) is not None
+    }
+    for role, text in texts.items():
+      if not isinstance(text, str):
+        where = self._folder / "tokenizer_config.json"
+        config_lib.fail_argument(
+          f"{where}: {role}", text, "the text of a token"
+        )
     return texts
 
   def special(self) -> set[str]:
@@ -305,12 +304,8 @@ class _Described:
       for token in added.values()
       if isinstance(token, dict) and token.get("special")
     ]
-    texts = [
-      *self.names().values(),
-      *map(_content, [*named.values(), *special]),
-    ]
-    texts = [text for text in texts if isinstance(text, str)]
-    return {*self.names().values(), *texts}
+    texts = map(_content, [*named.values(), *special])
+    return {*self.names().values(), *(t for t in texts if isinstance(t, str))}
 
   def _read(self, name: str) -> dict[str, Any]:
     path = self._folder / name

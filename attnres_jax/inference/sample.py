@@ -25,7 +25,6 @@ from attnres_jax.inference import settings as settings_lib
 from attnres_jax.inference import trained
 
 if TYPE_CHECKING:
-  from attnres_jax import data
   from attnres_jax import models
   from attnres_jax.data import text_format as text_format_lib
   from attnres_jax.inference import engine as engine_lib
@@ -34,40 +33,6 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns its exit status."""
   return command_line.run(_sample_run, _parser().parse_args(argv))
-
-
-def sample_text(
-  model: models.Transformer,
-  tokenizer: data.Tokenizer,
-  prompt: str,
-  *,
-  num_tokens: int,
-  temperature: float = 0.8,
-  seed: int = 0,
-) -> str:
-  """Continues `prompt` as the start of a document by `num_tokens` tokens.
-
-  Args:
-    model: any network.
-    tokenizer: of the network.
-    prompt: any text.
-    num_tokens: how many tokens to draw; the text goes on after the end of a
-      document.
-    temperature: divides the logits; 0 for the most likely token.
-    seed: the same seed draws the same text.
-
-  Raises:
-    ConfigError: a number cannot be used, or the network cannot decode.
-  """
-  from attnres_jax.data import text_format as text_format_lib
-  from attnres_jax.inference import text
-
-  settings = settings_lib.Settings(temperature=temperature, seed=seed)
-  text_format = text_format_lib.of_tokenizer(tokenizer)
-  request = text.request(
-    text_format, prompt, num_tokens, settings, past_end=True
-  )
-  return "".join(_continue(model, text_format, request))
 
 
 def _sample_run(options: argparse.Namespace) -> None:

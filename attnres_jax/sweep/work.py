@@ -8,7 +8,6 @@ import collections
 from collections.abc import Mapping, Sequence
 import contextlib
 import functools
-import json
 import os
 import socket
 import sys
@@ -25,10 +24,8 @@ from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import plans
 from attnres_jax.common import processes
-from attnres_jax.common import records
 from attnres_jax.config import errors
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import queue
 from attnres_jax.sweep import state as state_lib
@@ -36,7 +33,6 @@ from attnres_jax.train import account
 from attnres_jax.train import claims
 from attnres_jax.train import loop
 from attnres_jax.train import metrics
-from attnres_jax.train import run_folder
 
 ERROR = "error.txt"
 _POLL_SECONDS = 5.0
@@ -197,12 +193,9 @@ def _train(
   """How the run ended, and its error for the state file."""
   try:
     config = folder_lib.run_config(run)
-    text = _text_of_others(workdir, run) if processes.is_first() else ""
-    text = processes.text_of_first(text)
     summary = loop.train_and_evaluate(
       config,
       workdir,
-      text_of=json.loads(text) if text else None,
       claim=None if attempt is None else attempt.claim,
       leave=functools.partial(_leave_early, attempt),
       plans=workdir.parent / plans.COPY,
@@ -228,31 +221,6 @@ def _train(
     _leave_error(workdir, attempt, diverged, "")
     return Exit.DIVERGED, diverged
   return Exit.DONE, ""
-
-
-def _text_of_others(workdir: epath.Path, run: grid.Run) -> str:
-  """JSON of a run that has begun with the same text, and its fingerprints.
-
-  Paths may change between two launches of a sweep; its text must not. Empty if
-  no run has begun, or if this one has, which knows its own text.
-  """
-  folder = workdir.parent
-  if (workdir / run_folder.DATA).exists():
-    return ""
-  for name in folder_lib.names(folder):
-    # A run without this file has not begun, and a damaged one is no witness.
-    with contextlib.suppress(FileNotFoundError, ValueError):
-      text = damage.read(folder / name / run_folder.DATA, run_folder.Text)
-      if _text(folder_lib.read_run(folder, name)) == _text(run):
-        prints = run_folder.fingerprints(records.to_values(text))
-        return json.dumps([name, prints])
-  return ""
-
-
-def _text(run: grid.Run) -> dict[str, Any]:
-  """The fields of a run that say which text it reads, and where."""
-  data = folder_lib.run_config(run).data
-  return config_lib.affecting(data, "text", "place")
 
 
 def _leave_error(

@@ -59,6 +59,7 @@ class Run:
     evaluate: (state, whether it is the end) -> row of the validation split.
     batches: of the training split, next to be read.
     saves: of checkpoints.
+    info: that checkpoints have besides the position in the data.
     writer: of rows.
     log: of the steps whose metrics are still on the device.
     profiler: of `train.profile_steps`.
@@ -73,7 +74,8 @@ class Run:
   measure_depth: Callable[[], Callable[..., Any]]
   evaluate: Callable[[train_state.TrainState, bool], Mapping[str, float]]
   batches: data.Batches
-  saves: saves_lib.Saves
+  saves: saves_lib.Saver
+  info: Mapping[str, Any]
   writer: metrics_lib.Writer
   log: step_log.StepLog
   profiler: watch.Profiler
@@ -102,7 +104,9 @@ class Run:
 
   def save(self) -> None:
     """Starts a save of the state and the position in the data."""
-    self.saves.save(self.step, self.state, self.batches.get_state())
+    if self.step:
+      info = self.info | {"data": self.batches.get_state()}
+      self.saves.save(self.step, self.state, info)
 
   def _measure(self, batch: Mapping[str, jax.Array]) -> None:
     """Writes the rows over depth and of the validation split that are due."""
@@ -146,7 +150,6 @@ def train_and_evaluate(
   config: config_lib.RunConfig,
   workdir: epath.PathLike,
   *,
-  text_of: tuple[str, Mapping[str, str]] | None = None,
   claim: claims.Claim | None = None,
   leave: Callable[[int], None] | None = None,
   plans: epath.PathLike = plans_lib.FILE,
@@ -156,8 +159,6 @@ def train_and_evaluate(
   Args:
     config: of the run.
     workdir: its folder, local, gs:// or s3://; may hold an interrupted run.
-    text_of: a run that has to have read the same text, and the fingerprints of
-      its splits.
     claim: of the folder, if the caller holds one; the caller releases it.
     leave: ends the process on a signal before the first step, when there is
       nothing to save and compiling cannot be interrupted. It receives the step
@@ -191,7 +192,7 @@ def train_and_evaluate(
     stack.enter_context(files.explaining_full_disk(workdir))
     stop = signals.StopSignal(leave_early if leave else None)
     stack.enter_context(stop)
-    prepared = prepare_lib.prepare(config, plans, text_of)
+    prepared = prepare_lib.prepare(config, plans)
     run_folder.refuse_foreign("--workdir", workdir)
     held = stack.enter_context(claims.held(workdir, claim))
     past = _restore(workdir, prepared)
@@ -292,11 +293,9 @@ def _begin(
   stack.callback(batches.close)
   if restored:
     batches.set_state(restored.info["data"])
-  info = {
-    "config": config_lib.to_dict(config),
-    "fingerprints": run_folder.fingerprints(prepared.descriptions),
-  }
-  saves = saves_lib.Saves(workdir, config, info, writer, prepared.parameters)
+  saves = saves_lib.Saver(
+    workdir, config.checkpoint, writer, prepared.parameters
+  )
   stack.enter_context(saves)
   writer.event(step, "ready", seconds=time.perf_counter() - start)
   stack.enter_context(watch.collector_frozen())
@@ -312,6 +311,7 @@ def _begin(
     evaluate=_evaluation(prepared, eval_step),
     batches=batches,
     saves=saves,
+    info=run_folder.info(config, prepared.descriptions),
     writer=writer,
     log=step_log.StepLog(config, writer, mesh, start=start),
     profiler=profiler,

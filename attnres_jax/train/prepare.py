@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run before it touches its folder: everything that can be wrong is found."""
 
-from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -49,18 +48,15 @@ class Prepared:
 def prepare(
   config: config_lib.RunConfig,
   plans: epath.PathLike,
-  text_of: tuple[str, Mapping[str, str]] | None = None,
 ) -> Prepared:
   """Builds all parts of a run without arrays; all processes call it.
 
   Args:
     config: of the run.
     plans: the file of plans, for `optim.accumulate_steps=0`.
-    text_of: a run that has to have read the same text, and the fingerprints of
-      its splits.
 
   Raises:
-    ConfigError: the first part that cannot be built, or another text.
+    ConfigError: the first part that cannot be built.
   """
   sinks.check_available(config.log)
   tokenizer = data.make_tokenizer(config.data)
@@ -84,8 +80,6 @@ def prepare(
   if not processes.is_same(str(fingerprints)):
     where = config.data.path or list(config.data.paths)
     config_lib.fail("data.path", where, "the same text on all hosts")
-  if text_of is not None:
-    run_folder.refuse_other_text(config, prepared.descriptions, *text_of)
   return prepared
 
 

@@ -163,21 +163,12 @@ def fingerprints(descriptions: Mapping[str, Any]) -> dict[str, str]:
   return {split: part.fingerprint for split, part in vars(text).items()}
 
 
-def refuse_other_text(
-  config: config_lib.RunConfig,
-  descriptions: Mapping[str, Any],
-  name: str,
-  expected: Mapping[str, str],
-) -> None:
-  """Refuses data with other fingerprints than those of the run `name`."""
-  for split, fingerprint in fingerprints(descriptions).items():
-    if fingerprint != expected[split]:
-      config_lib.fail(
-        "data.path",
-        config.data.path or list(config.data.paths),
-        f"the text of {name}, whose {split} split is another one; launch a new"
-        " text into another --workdir",
-      )
+def info(
+  config: config_lib.RunConfig, descriptions: Mapping[str, Any]
+) -> dict[str, Any]:
+  """What a checkpoint says of its run; `refuse_changes` compares it."""
+  described = config_lib.to_dict(config)
+  return {"config": described, "fingerprints": fingerprints(descriptions)}
 
 
 def is_described(workdir: epath.Path) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax import train
 from attnres_jax.common import files
 from attnres_jax.common import processes
 from attnres_jax.common import trees
@@ -19,14 +18,12 @@ from attnres_jax.train import checksums
 from attnres_jax.train import metrics as metrics_lib
 from attnres_jax.train import orbax_io
 
-# Timeout of a save. Process 0 reads 600 GB back for checksums (48B network).
-_SAVE_SECONDS = 4 * 3600
-
 
 class Saver:
-  """Writes checkpoints of one run; a context manager.
+  """Writes checkpoints of one run, one after the other; a context manager.
 
-  Open it after `restore_latest`, because it deletes unfinished saves.
+  Open it after `restore_latest`, because it deletes unfinished saves. However
+  the context is left, a pending save is finished.
 
   Attributes:
     last_step: of the last save, finished or not; None if there is none.
@@ -36,18 +33,25 @@ class Saver:
     self,
     workdir: epath.PathLike,
     config: config_lib.CheckpointConfig,
-    seconds: int = _SAVE_SECONDS,
+    writer: metrics_lib.Writer | None = None,
+    parameters: int = 0,
   ):
-    self._asynchronous = config.asynchronous
+    """For the run in a folder, whose `writer` gets an event for each save."""
+    self._asynchronous, self._writer = config.asynchronous, writer
     # A failed save is raised here, so its tracebacks in the log are noise.
     logging.getLogger("absl").addFilter(orbax_io.is_not_orbax)
     self._folder = orbax_io.checkpoints(workdir)
+    # Orbax's 20 minutes, and four hours for 48B parameters, of which process 0
+    # reads 600 GB back for checksums. If a save fails in one process, that and
+    # the others wait for each other so long.
+    seconds = 1200 + parameters // 4_000_000
     self._checkpointer = orbax_io.checkpointer(
       self._folder, config, seconds, lambda: self._write_checksums()
     )
     latest = self._checkpointer.latest
     self.last_step = None if latest is None else latest.step
     self._under_way: Any = None
+    self._pending: tuple[int, float] | None = None
     self._info: dict[str, Any] = {}
     self._last_bytes = 0
     if latest is not None and processes.is_first():
@@ -57,13 +61,18 @@ class Saver:
     return self
 
   def __exit__(self, *unused) -> None:
-    self.close()
+    with contextlib.ExitStack() as stack:
+      absl_logger = logging.getLogger("absl")
+      stack.callback(absl_logger.removeFilter, orbax_io.is_not_orbax)
+      stack.enter_context(self._explaining())
+      stack.callback(self._checkpointer.close)
+      self.wait()
 
   def save(self, step: int, state: Any, info: Mapping[str, Any]) -> None:
-    """Starts a save, after the previous one has finished.
+    """Starts a save, after the previous one; nothing if it was of this step.
 
     Arrays are copied before this returns, so the state may be donated. If a
-    save fails in the background, the next call (or `wait`, `close`) raises.
+    save fails in the background, the next call (or `wait`) raises.
 
     Args:
       step: steps completed.
@@ -73,7 +82,12 @@ class Saver:
     Raises:
       DiskFullError: there is less room than the last save took.
     """
+    if step == self.last_step:
+      return
     self.wait()
+    if self._writer:
+      self._writer.flush()
+    start = time.perf_counter()
     files.check_space(self._folder / str(step), self._last_bytes)
     self.last_step = step
     self._info = json.loads(json.dumps(dict(info)))
@@ -84,25 +98,29 @@ class Saver:
         custom_metadata=self._info,
         force=True,
       )
+    self._pending = step, time.perf_counter() - start
     if not self._asynchronous:
       self.wait()
 
   def wait(self) -> None:
-    """Blocks until everything is on disk."""
+    """Waits until the pending save, if any, is complete on disk."""
+    start = time.perf_counter()
     under_way, self._under_way = self._under_way, None
     with self._explaining():
       if under_way is not None:
         # The thread that waits for a save, and its event loop, end only here.
         under_way.result()
       self._checkpointer.wait()
+    pending, self._pending = self._pending, None
+    if pending and self._writer:
+      seconds = pending[1] + time.perf_counter() - start
+      self._writer.event(pending[0], "checkpoint", blocked_seconds=seconds)
 
-  def close(self) -> None:
-    with contextlib.ExitStack() as stack:
-      absl_logger = logging.getLogger("absl")
-      stack.callback(absl_logger.removeFilter, orbax_io.is_not_orbax)
-      stack.enter_context(self._explaining())
-      stack.callback(self._checkpointer.close)
-      self.wait()
+  def newest(self) -> str:
+    """The newest checkpoint in words, after the pending save."""
+    self.wait()
+    steps = orbax_io.all_steps(self._folder.parent)
+    return f"step {steps[-1]} in {self._folder}" if steps else "none yet"
 
   def _write_checksums(self) -> None:
     # A temporary folder on disks; object stores have the final one.
@@ -117,62 +135,3 @@ class Saver:
     return files.explaining_full_disk(
       self._folder / str(self.last_step), self._last_bytes or None
     )
-
-
-class Saves:
-  """A context in which checkpoints are saved, one after the other."""
-
-  def __init__(
-    self,
-    workdir: epath.Path,
-    config: config_lib.RunConfig,
-    info: dict[str, Any],
-    writer: metrics_lib.Writer,
-    parameters: int = 0,
-  ):
-    # Orbax's 20 minutes, and four hours for 48B parameters. If a save fails in
-    # one process, that and the others wait for each other so long.
-    seconds = 1200 + parameters // 4_000_000
-    self._workdir = workdir
-    self._info = info
-    self._writer = writer
-    self._saver = Saver(workdir, config.checkpoint, seconds)
-    self._last_step = self._saver.last_step or 0
-    self._pending: tuple[int, float] | None = None
-
-  def __enter__(self) -> "Saves":
-    return self
-
-  def __exit__(self, error_type: type | None, *unused) -> None:
-    # A pending save is finished, however the run ended.
-    if error_type is None:
-      self.wait()
-    self._saver.close()
-
-  def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
-    """Starts a save, unless there is nothing new since the last one."""
-    if step == self._last_step:
-      return
-    self.wait()
-    self._writer.flush()
-    start = time.perf_counter()
-    self._saver.save(step, state, self._info | {"data": position})
-    self._pending = step, time.perf_counter() - start
-    self._last_step = step
-
-  def wait(self) -> None:
-    """Waits until the pending save, if any, is complete."""
-    start = time.perf_counter()
-    self._saver.wait()
-    if self._pending is not None:
-      step, seconds = self._pending
-      seconds += time.perf_counter() - start
-      self._writer.event(step, "checkpoint", blocked_seconds=seconds)
-      self._pending = None
-
-  def newest(self) -> str:
-    """The newest checkpoint in words, after the pending save."""
-    self.wait()
-    steps = orbax_io.all_steps(self._workdir)
-    folder = self._workdir / train.CHECKPOINTS
-    return f"step {steps[-1]} in {folder}" if steps else "none yet"

@@ -10,6 +10,7 @@ took. One process, one device.
 
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -258,17 +259,12 @@ class Group:
       if self.step and i not in self.failed:
         config, workdir = self.configs[i], self.workdirs[i]
         dataset = self._batches.dataset(config.data, "train")
-        info = {
-          "config": config_lib.to_dict(config),
-          "fingerprints": run_folder.fingerprints(run.descriptions),
-        }
         position = {"next_batch": self.step, "dataset": dataset.identity()}
-        with (
-          _SAVING,
-          saves_lib.Saves(workdir, config, info, run.writer) as saves,
-        ):
+        info = run_folder.info(config, run.descriptions) | {"data": position}
+        make = functools.partial(saves_lib.Saver, workdir, config.checkpoint)
+        with _SAVING, make(run.writer) as saves:
           state = jax.tree.map(lambda a, i=i: a[i], self._state)
-          saves.save(self.step, state, position)
+          saves.save(self.step, state, info)
 
   def close(self) -> None:
     for run in self._runs:

@@ -40,10 +40,19 @@ def run(monkeypatch, model, tmp_path):
   return run
 
 
-def test_text_opens_a_document(model):
-  shown = sample.sample_text(
-    model, TOKENIZER, "ab", num_tokens=4, temperature=0.0
+def _sampled(model, num_tokens, **settings):
+  """The text that continues "ab"."""
+  text_format = text_format_lib.of_tokenizer(TOKENIZER)
+  request = text.request(
+    text_format, "ab", num_tokens, draw.Settings(**settings), past_end=True
   )
+  engine = engine_lib.Engine(model, slots=1, length=99)
+  pieces = text.complete(engine, text_format, [request])
+  return "".join(piece.text for piece in pieces)
+
+
+def test_text_opens_a_document(model):
+  shown = _sampled(model, 4, temperature=0.0)
   engine = engine_lib.Engine(model, slots=1, length=8)
   request = engine_lib.Request(
     [TOKENIZER.separator_id, 97, 98], 4, draw.Settings(temperature=0.0)
@@ -53,7 +62,7 @@ def test_text_opens_a_document(model):
 
 
 def test_one_prompt_is_printed_as_it_is_drawn(run, model, capsys, monkeypatch):
-  expected = sample.sample_text(model, TOKENIZER, "ab", num_tokens=5, seed=1)
+  expected = _sampled(model, 5, temperature=0.8, seed=1)
   flushed = []
   complete = text.complete
 

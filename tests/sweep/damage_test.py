@@ -20,7 +20,6 @@ from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import work as work_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import local
-from attnres_jax.train import run_folder
 from experiments.arch_sweep import report as shapes
 from experiments.scaling_law import report as laws
 from tests import tiers
@@ -380,37 +379,6 @@ def test_all_processes_train_the_run_that_the_first_chooses(sweep, monkeypatch):
   monkeypatch.setattr(work_lib, "run", work)
   assert work_lib.run_all(folder) == exits.Exit.DONE
   assert begun == [chosen]
-
-
-def test_a_sweep_has_one_text(sweep, monkeypatch):
-  """A run that has begun says which; paths may change, tokenizers may not."""
-  folder, _ = sweep
-  begun, fresh, *_ = _names(folder)
-  hashes = {"train": "0123456789abcdef", "validation": "fedcba9876543210"}
-  texts = {split: {"fingerprint": digest} for split, digest in hashes.items()}
-  for name in _names(folder):
-    (folder / name / run_folder.DATA).unlink()
-    (folder / name / state_lib.FILE).unlink()
-  told = []
-
-  def train_and_evaluate(config, workdir, *, text_of, **_):
-    told.append(text_of)
-    raise OSError("not trained")
-
-  monkeypatch.setattr(work_lib.loop, "train_and_evaluate", train_and_evaluate)
-  work_lib.run(folder, fresh)
-  (folder / begun / run_folder.DATA).write_text(json.dumps(texts))
-  work_lib.run(folder, fresh)
-  work_lib.run(folder, begun)
-  path = folder / fresh / folder_lib.RUN
-  values = json.loads(path.read_text())
-  values["config"]["data"] |= {"seed": 7, "sequence_length": 32}
-  path.write_text(json.dumps(values))
-  work_lib.run(folder, fresh)
-  values["config"]["data"]["validation_fraction"] = 0.5
-  path.write_text(json.dumps(values))
-  work_lib.run(folder, fresh)
-  assert told == [None, [begun, hashes], None, [begun, hashes], None]
 
 
 def test_a_device_that_is_still_in_use_is_no_refusal(

@@ -551,11 +551,11 @@ def test_processes_say_their_step_before_they_compile(
 def test_small_saves_do_not_wait_for_hours(quick, tmp_path, monkeypatch):
   """A process whose save fails, and the others, wait for each other so long."""
 
-  def saver(workdir, config, seconds):
+  def checkpointer(folder, config, seconds, before_name):
     assert seconds == 1200
     raise RuntimeError("no saves")
 
-  monkeypatch.setattr(saves, "Saver", saver)
+  monkeypatch.setattr(saves.orbax_io, "checkpointer", checkpointer)
   with pytest.raises(RuntimeError, match="no saves"):
     tiny_run.train_here(tmp_path, quick)
 
@@ -564,10 +564,8 @@ def test_hosts_with_other_texts_are_refused(quick, tmp_path, monkeypatch):
   """So is a host whose copy of the text differs from the first host's."""
   of_first = lambda text: text and text[::-1]
   monkeypatch.setattr(processes, "text_of_first", of_first)
-  # On all of them, before one alone finds it unlike an earlier run's.
-  text_of = "other", dict(train="", validation="")
   with pytest.raises(config_lib.ConfigError, match="same text on all hosts"):
-    tiny_run.train_here(tmp_path, quick, text_of=text_of)
+    tiny_run.train_here(tmp_path, quick)
 
 
 def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
@@ -586,7 +584,4 @@ def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
     with pytest.raises(config_lib.ConfigError) as error:
       tiny_run.train_here(tmp_path, bad)
     assert field in str(error.value) and "\n" not in str(error.value)
-  other = "a_run", dict(train="0", validation="1")
-  with pytest.raises(config_lib.ConfigError, match="got .* text of a_run"):
-    tiny_run.train_here(tmp_path, fields, text_of=other)
   assert not list(tmp_path.iterdir())

@@ -86,7 +86,7 @@ class _Arm:
     is_baseline: whether the others of its setting are compared with it.
     group: its runs.
     attempts: of these runs.
-    doing: what a thread does with it now, and since when.
+    taken: whether a thread works on it.
     line_time: when its last line was printed.
     per_step: seconds of its last steps, each.
     over: whether nothing remains to be done.
@@ -98,7 +98,7 @@ class _Arm:
   is_baseline: bool
   group: together.Group
   attempts: list[state_lib.Attempt]
-  doing: tuple[str, float] | None = None
+  taken: bool = False
   line_time: float = 0.0
   per_step: float = 0.0
   over: bool = False
@@ -140,7 +140,6 @@ class _Queue:
       worker.start()
     while any(worker.is_alive() for worker in workers):
       time.sleep(_TICK_SECONDS)
-      self._say_compiling()
       if stop.received and not self._stopping:
         print("stopping after the programs that run now", flush=True)
         self._stopping = True
@@ -176,7 +175,7 @@ class _Queue:
           with contextlib.suppress(OSError):  # Its disk may be what failed.
             attempt.end(status, text)
       with self._changed:
-        arm.doing = None
+        arm.taken = False
         self._changed.notify_all()
 
   def _next(self) -> _Arm | None:
@@ -189,18 +188,17 @@ class _Queue:
       open_ = [arm for arm in self._arms if not arm.over]
       if self._stopping or not open_:
         return None
-      idle = [arm for arm in open_ if arm.doing is None]
-      ready = [arm for arm in idle if arm.group.is_ready]
-      new = [arm for arm in idle if not arm.group.is_ready]
-      busy = any(arm.doing and not arm.group.is_ready for arm in open_)
+      ready = [a for a in open_ if a.group.is_ready and not a.taken]
+      new = [a for a in open_ if not (a.group.is_ready or a.taken)]
+      busy = any(a.taken and not a.group.is_ready for a in open_)
       # Of the present setting and the next one.
       near = new and new[0].place <= open_[0].place + 1
       if near and (not busy or not ready):
-        new[0].doing = "compiling", time.monotonic()
+        new[0].taken = True
         return new[0]
       if ready:
         arm = min(ready, key=lambda arm: (arm.place, arm.group.step))
-        arm.doing = "training", time.monotonic()
+        arm.taken = True
         return arm
       self._changed.wait()
 
@@ -265,16 +263,6 @@ class _Queue:
       (arm.group.steps - arm.group.step) * arm.per_step for arm in open_
     )
     return total / min(len(open_), _cores()) if open_ else None
-
-  def _say_compiling(self) -> None:
-    """A line every few seconds, as long as nothing else is done."""
-    now = time.monotonic()
-    taken = [(arm, arm.doing) for arm in self._arms if arm.doing]
-    if all(doing[0] == "compiling" for _, doing in taken):
-      for arm, (_, since) in taken:
-        if now - max(since, arm.line_time) > _LINE_SECONDS:
-          arm.line_time = now
-          self._say(f"{arm.name}: compiling for {now - since:.0f} s")
 
   def _say(self, text: str) -> None:
     seconds = time.monotonic() - self._start
