@@ -204,15 +204,15 @@ DAMAGE = {
 def test_damaged_descriptions_are_found(run):
   """All kinds of damage; one of them is then repaired, below."""
   folder = epath.Path(run)
-  whole = lambda: (
+  is_complete = lambda: (
     run_folder.is_described(folder) and run_folder.finished_summary(folder)
   )
   for name in run_folder.CONFIG, run_folder.DATA, run_folder.SUMMARY:
     good = (run / name).read_text()
-    assert whole()
+    assert is_complete()
     for kind, harm in DAMAGE.items():
       harm(run / name)
-      assert not whole(), (name, kind)
+      assert not is_complete(), (name, kind)
       (run / name).write_text(good)
 
 
