@@ -36,6 +36,20 @@ def rms_norm(x, eps):
   return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps)
 
 
+def assert_same_gradients(actual, expected, arrays, tolerance):
+  """Scalars of two functions, and their gradients by all arguments."""
+  both = [
+    jax.jit(jax.value_and_grad(f, argnums=tuple(range(len(arrays)))))
+    for f in (actual, expected)
+  ]
+  with platforms.interpreted(pltpu.InterpretParams(detect_races=True)):
+    got = both[0](*arrays)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance),
+    got, both[1](*arrays),
+  )  # fmt: skip
+
+
 class TestDepthMerge:
   @pytest.mark.parametrize("implementation", ALL)
   @tiers.parametrize("tokens,width", (((3,), 40), ((2, 5), 16)))
@@ -53,20 +67,13 @@ class TestDepthMerge:
       )
       return jnp.vdot(h, cotangent)
 
-    gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(4)))
-    expected = jax.jit(gradient(at_once))(query, *source)
-    with platforms.interpreted(pltpu.InterpretParams(detect_races=True)):
-      got = jax.jit(gradient(phases))(query, *source)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, expected
-    )
+    assert_same_gradients(phases, at_once, (query, *source), 2e-5)
 
   @pytest.mark.parametrize("implementation", ALL)
   def test_fused_form(self, implementation):
     query, source = make((20,), 24, 4)
     gain = 1 + query
     out, lse = one_softmax(query, tuple(source[:2]))
-    arrays = out, lse, query, source[2], gain
 
     def plain(out, lse, query, partial, gain):
       merged = depth_merge(
@@ -80,22 +87,16 @@ class TestDepthMerge:
       )
       return jnp.vdot(normed, source[3])
 
-    gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(5)))
-    expected = jax.jit(gradient(plain))(*arrays)
-    with platforms.interpreted(pltpu.InterpretParams(detect_races=True)):
-      got = jax.jit(gradient(fused))(*arrays)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, expected
-    )
+    arrays = out, lse, query, source[2], gain
+    assert_same_gradients(fused, plain, arrays, 3e-5)
 
   @pytest.mark.parametrize("implementation", ("reference", "xla"))
   def test_several_partial_sums_are_as_many_sources(self, implementation):
     query, source = make((20,), 24, 6)
-    gain, cotangent = 1 + query, source[5]
 
     def at_once(query, gain, *sources):
       mixed, _ = one_softmax(query, sources)
-      return jnp.vdot(rms_norm(mixed, 1e-3) * gain[None], cotangent)
+      return jnp.vdot(rms_norm(mixed, 1e-3) * gain[None], source[5])
 
     def phases(query, gain, *sources):
       out, lse = one_softmax(query, sources[:2])
@@ -103,15 +104,10 @@ class TestDepthMerge:
         out, lse, query, sources[2:], gain, norm_eps=1e-3,
         implementation=implementation,
       )  # fmt: skip
-      return jnp.vdot(normed, cotangent)
+      return jnp.vdot(normed, source[5])
 
-    gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(7)))
-    arrays = query, gain, *source[:5]
-    expected = jax.jit(gradient(at_once))(*arrays)
-    got = jax.jit(gradient(phases))(*arrays)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, expected
-    )
+    arrays = query, 1 + query, *source[:5]
+    assert_same_gradients(phases, at_once, arrays, 3e-5)
 
   def test_tokens_that_fill_no_tile_have_no_part_in_sums(self):
     """Without an epsilon, the norm of a row of zeros is infinite."""
