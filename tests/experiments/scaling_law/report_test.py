@@ -14,7 +14,6 @@ from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep.pages import losses as losses_lib
-from attnres_jax.sweep.pages import sweep_page
 from experiments.scaling_law import report
 from tests.sweep import tiny_sweep
 
@@ -75,22 +74,6 @@ def test_whole_sweep(laptop):
   assert text.count("<small>(\N{MINUS SIGN}0.0200 ±") == 4
   for label in compute_lib.COUNTINGS:
     assert f"<td>{report.COUNTS[label]}</td>" in text
-
-
-def test_goodput_sums_runs(laptop):
-  folder, runs = laptop
-  for run in runs[:3]:
-    _leave(folder, run)
-  table = sweep_page.goodput(monitor.of_folder(folder))
-  assert table.header[-1] == "**all**"
-  *lines, total = table.rows
-  seconds = [row[-1].small[0].removesuffix(" s") for row in lines]
-  numbers = [int(number.replace(",", "")) for number in seconds]
-  # startup, compile, step, data wait, checkpoints, evaluation, lost, other
-  steps = runs[0].config["train"]["steps"]
-  counted = [6, 21, round(3 * 0.4 * steps), round(3 * 0.1 * steps), 0, 0, 0]
-  assert numbers == counted + [3000 - sum(counted)]
-  assert total[-1] == "0:50:00"
 
 
 @pytest.mark.more
