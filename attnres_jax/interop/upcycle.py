@@ -50,25 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
   trained.add_flags(parser)
   add("--out", required=True, help="new folder")
   add("--residual", required=True, help="the scheme, such as block_attnres")
-  add(
-    "--num_blocks", type=fields.Count, default=0, help="of schemes with blocks"
-  )
-  add(
-    "--block_size", type=fields.Count, default=0,
-    help="sublayers per block, in place of --num_blocks",
-  )  # fmt: skip
-  add(
-    "--heads",
-    type=fields.Count,
-    default=0,
-    help="softmaxes per read; 0: the scheme's",
-  )
-  add(
-    "--rank",
-    type=fields.Count,
-    default=0,
-    help="of low-rank maps; 0: the scheme's",
-  )
+  for name, words in {
+    "num_blocks": "of schemes with blocks",
+    "block_size": "sublayers per block, in place of --num_blocks",
+    "heads": "softmaxes per read; 0: the scheme's",
+    "rank": "of low-rank maps; 0: the scheme's",
+  }.items():
+    add(f"--{name}", type=fields.Count, default=0, help=words)
   return command_line.run(_upcycle_run, parser.parse_args(argv))
 
 
@@ -180,9 +168,6 @@ def _upcycle_run(options: argparse.Namespace) -> None:
   workdir, step = trained.find(options)
   errors.check_in("--residual", options.residual, residuals.RESIDUALS)
   name = options.residual
-  for name_of_size in ("num_blocks", "block_size", "heads", "rank"):
-    size = getattr(options, name_of_size)
-    fields.accept(f"--{name_of_size}", size, fields.Count)
   residual = config_lib.residual_config(
     name=name, num_blocks=options.num_blocks, block_size=options.block_size,
     rank=options.rank,

@@ -113,39 +113,19 @@ def main(argv: Sequence[str] | None = None) -> int:
   add = parser.add_argument
   add("what", choices=sorted({*HERE, *COMPILED, "vectors"}))
   add("--chips", default="", help="v5e, v5p, v6e, or slices such as v5p:2x2x2")
-  add(
-    "--networks", default="", help="of experiments.cost.networks, or a config"
-  )
+  add("--networks", default="", help="names (networks.py), or a config")
   add("--arms", default="", help="separated by ';'")
   add("--batch", default="", help="rows, several with commas")
   add("--tokens", default="", help="of a row, several with commas")
+  add("--rounds", type=fields.Few, default=5, help="timed, after a warm-up")
+  of_chips = dict(type=fields.Count, default=0, when="chips")
   add(
-    "--rounds",
-    type=fields.Few,
-    default=5,
-    help="timed rounds, after one warm-up",
-  )
-  add(
-    "--bytes_only",
-    action="store_true",
-    when="chips",
+    "--bytes_only", action="store_true", when="chips",
     help="stop the compiler before machine code: no estimate, in seconds",
-  )
-  add(
-    "--cached",
-    type=fields.Count,
-    default=0,
-    when="chips",
-    help="tokens of a prompt that are in the cache",
-  )
-  add(
-    "--length",
-    type=fields.Count,
-    default=0,
-    when="chips",
-    help="of the cache of a prompt",
-  )
-  add("--out", default=str(FILE), help="file of rows")  # fmt: skip
+  )  # fmt: skip
+  add("--cached", **of_chips, help="tokens of a prompt that are in the cache")
+  add("--length", **of_chips, help="of the cache of a prompt")
+  add("--out", default=str(FILE), help="file of rows")
   return command_line.run(_main, parser.parse_args(argv))
 
 
