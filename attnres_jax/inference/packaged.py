@@ -4,7 +4,7 @@ r"""Trained networks that come with the library.
   from attnres_jax import load_trained
   model = load_trained("block_attnres")
 
-`sample` takes such a network in place of the folder of a run:
+Commands take such a network wherever they take the folder of a finished run:
 
   python -m attnres_jax.inference.sample --prompt="def " \
     --workdir=attnres_jax:trained/block_attnres
@@ -15,16 +15,26 @@ attnres_jax/trained/NAME has
   model.safetensors  weights in bfloat16, by their paths in the network
   origin.json        text and its licence, loss, steps, versions, commit
 
-which `write` makes of a run, of those that docs/start.md trains.
+which this command makes of a run, of those that docs/start.md trains:
+
+  python -m attnres_jax.inference.packaged --workdir=runs/trained/RUN \
+    --licence="PSF-2.0, the standard library of Python"
 """
 
+import argparse
+from collections.abc import Sequence
+import hashlib
 import json
+import os
 import pathlib
+import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.config import errors
 
@@ -52,18 +62,47 @@ def load_trained(name: str) -> "models.Transformer":
   Raises:
     ConfigError: there is no such network; says which there are.
   """
-  return load("name", name)[1]
+  return _load(_path("name", name))[1]
 
 
-def load(
-  argument: str, name: str
-) -> "tuple[config_lib.RunConfig, models.Transformer]":
-  """The run and the network of this name, which an argument has given.
+def folder_of(workdir: str) -> str:
+  """The folder of a run, for a --workdir that may name a packaged network.
+
+  It is written once to the user's cache ($XDG_CACHE_HOME, or ~/.cache).
 
   Raises:
     ConfigError: there is no such network.
   """
+  if not workdir.startswith(PREFIX):
+    return workdir
+  path = _path("--workdir", workdir.removeprefix(PREFIX))
+  digest = hashlib.sha256((path / WEIGHTS).read_bytes()).hexdigest()[:12]
+  cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+  name = f"{path.name}-{digest}"
+  folder = pathlib.Path(cache, "attnres_jax", "trained", name)
+  if not folder.exists():
+    from attnres_jax.train import run_folder
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
+      made = pathlib.Path(parent) / "run"
+      run_folder.write_network(made, *_load(path))
+      try:
+        made.rename(folder)
+      except OSError:  # Another process was faster.
+        if not folder.exists():
+          raise
+  return str(folder)
+
+
+def _path(argument: str, name: str) -> pathlib.Path:
   errors.check_in(argument, name, names())
+  return FOLDER / name
+
+
+def _load(
+  path: pathlib.Path,
+) -> "tuple[config_lib.RunConfig, models.Transformer]":
   import jax
   import jax.numpy as jnp
   from safetensors import flax as safetensors
@@ -71,7 +110,6 @@ def load(
   from attnres_jax import models
   from attnres_jax.common import trees
 
-  path = FOLDER / name
   config = config_lib.load_config(str(path / CONFIG))
   abstract = jax.eval_shape(lambda: models.build_model(config.model))
   flat = safetensors.load_file(path / WEIGHTS)
@@ -130,3 +168,22 @@ def write(
   text = json.dumps(origin, indent=2) + "\n"
   files.write(epath.Path(made) / ORIGIN, text)
   return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit status."""
+  parser = command_line.Parser(
+    "python -m attnres_jax.inference.packaged", __doc__
+  )
+  parser.add_argument("--workdir", required=True, help="of a finished run")
+  parser.add_argument("--licence", required=True, help="of its text")
+  return command_line.run(_write, parser.parse_args(argv))
+
+
+def _write(options: argparse.Namespace) -> None:
+  workdir = files.check_folder("--workdir", options.workdir)
+  print(write(workdir, options.licence))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -17,9 +17,12 @@ if TYPE_CHECKING:
   from attnres_jax import models
 
 
-def add_flags(parser: command_line.Parser) -> None:
-  """Adds the flags of `find`."""
-  parser.add_argument("--workdir", required=True, help="folder of a run")
+def add_flags(parser: command_line.Parser, several: bool = False) -> None:
+  """Adds the flags of `find`; --workdir is a list where it may be repeated."""
+  parser.add_argument(
+    "--workdir", required=True, action="append" if several else "store",
+    help=f"folder of a run, or a network of the package, {packaged.PREFIX}NAME",
+  )  # fmt: skip
   parser.add_argument(
     "--step", type=fields.Count, help="checkpoint to use; the newest by default"
   )
@@ -31,7 +34,8 @@ def find(options: argparse.Namespace) -> tuple[epath.Path, int]:
   Raises:
     ConfigError: there is no such run or checkpoint.
   """
-  folder = files.check_folder("--workdir", options.workdir, writable=False)
+  workdir = packaged.folder_of(options.workdir)
+  folder = files.check_folder("--workdir", workdir, writable=False)
   steps = []
   if (folder / train.CHECKPOINTS).exists():
     # Orbax and JAX, which take seconds, once there is something to list.
@@ -51,10 +55,7 @@ def find(options: argparse.Namespace) -> tuple[epath.Path, int]:
 def load(
   options: argparse.Namespace,
 ) -> "tuple[config_lib.RunConfig, models.Transformer]":
-  """The run at --workdir, see `find`, or a network of the package."""
-  if options.workdir.startswith(packaged.PREFIX):
-    name = options.workdir.removeprefix(packaged.PREFIX)
-    return packaged.load("--workdir", name)
+  """The run at --workdir; see `find`."""
   folder, _ = find(options)
   from attnres_jax.train import checkpoint
 
