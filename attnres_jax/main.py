@@ -64,7 +64,6 @@ def _train(options: argparse.Namespace) -> exits.Exit:
     summary = loop.train_and_evaluate(
       config,
       options.workdir,
-      leave=_leave_early,
       plans=options.plans,
     )
   except Exception as error:
@@ -72,7 +71,9 @@ def _train(options: argparse.Namespace) -> exits.Exit:
       _leave(error)
     raise
   if summary["status"] == "stopped":
-    _say_stopped(summary["step"])
+    step = summary["step"]
+    saved = " with a checkpoint" if step else ""
+    print(f"stopped after step {step}{saved}; rerun the same command to resume")
   else:
     losses = [
       f", {name.replace('_', ' ')} {summary[name]:.4f}"
@@ -97,19 +98,6 @@ def _is_alone(error: Exception) -> bool:
   if exits.is_of_jax(error) or exits.of_error(error) == exits.Exit.AGAIN:
     return True
   return not processes.all_come("the run is refused")
-
-
-def _say_stopped(step: int) -> None:
-  saved = " with a checkpoint" if step else ""
-  print(f"stopped after step {step}{saved}; rerun the same command to resume")
-
-
-def _leave_early(step: int) -> NoReturn:
-  """Ends this process even while its main thread is compiling."""
-  _say_stopped(step)
-  sys.stdout.flush()
-  sys.stderr.flush()
-  os._exit(exits.Exit.STOPPED)
 
 
 def _leave(error: Exception) -> NoReturn:

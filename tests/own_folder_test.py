@@ -27,8 +27,8 @@ FOREIGN = (
 )  # fmt: skip
 OTHERS = (
   "notes.txt", "train.py", "model.safetensors", "config.json.bak",
-  "tensorboard/old", "checkpoints/epoch=3.ckpt", "checkpoints/latest",
-  "checkpoints_set_aside/1.0.txt", "wandb/run", "corpus/a.txt",
+  "old/notes", "checkpoints/epoch=3.ckpt", "checkpoints/latest",
+  "checkpoints_set_aside/1.0.txt", "corpus/a.txt",
 )  # fmt: skip
 
 ours = {

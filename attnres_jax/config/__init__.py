@@ -52,7 +52,6 @@ from attnres_jax.config.residual import ResidualConfig as ResidualConfig
 from attnres_jax.config.run import BYTE_VOCAB_SIZE as BYTE_VOCAB_SIZE
 from attnres_jax.config.run import CheckpointConfig as CheckpointConfig
 from attnres_jax.config.run import DataConfig as DataConfig
-from attnres_jax.config.run import LogConfig as LogConfig
 from attnres_jax.config.run import LossConfig as LossConfig
 from attnres_jax.config.run import MeshConfig as MeshConfig
 from attnres_jax.config.run import OptimConfig as OptimConfig

@@ -107,7 +107,8 @@ def build_run_config(config: Mapping[str, Any]) -> RunConfig:
   """
   if isinstance(config, ml_collections.ConfigDict):
     config = config.to_dict()
-  run = _build(RunConfig, config, "")
+  # Older runs have a part `log`, of loggers.
+  run = _build(RunConfig, {k: config[k] for k in config if k != "log"}, "")
   if run.data.tokenizer == "bytes":
     run = run.with_vocab_size(BYTE_VOCAB_SIZE)
   return run

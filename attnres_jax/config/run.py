@@ -292,19 +292,6 @@ class CheckpointConfig(fields.Checked, prefix="checkpoint"):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogConfig(fields.Checked, prefix="log"):
-  """Where metrics go in addition to the console and metrics.jsonl.
-
-  Attributes:
-    tensorboard: also write TensorBoard event files (needs tensorboardX).
-    wandb_project: also log to this Weights & Biases project; empty for none.
-  """
-
-  tensorboard: fields.Log[bool] = False
-  wandb_project: fields.Log[str] = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class MeshConfig(fields.Checked, prefix="mesh"):
   """How the devices are arranged; see `attnres_jax.common.sharding`.
 
@@ -381,7 +368,6 @@ class RunConfig(fields.Checked):
   optim: OptimConfig = OptimConfig()
   train: TrainConfig = TrainConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
-  log: LogConfig = LogConfig()
   mesh: MeshConfig = MeshConfig()
   pipeline: PipelineConfig = fields.acts(PipelineConfig(), stages=_PIPELINED)
 

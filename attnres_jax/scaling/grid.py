@@ -49,7 +49,8 @@ UNHASHED = (
   "train.profile_steps",
   "train.compiler_options",
 )
-# Options that every config had, and that names of runs therefore depend on.
+# Parts and options that every config had; names of runs depend on them.
+_LOG = {"tensorboard": False, "wandb_project": ""}
 _OF_ALL_SCHEMES = dict(
   form="two_phase", schedule_size=6, rank=0, streams=4, stream_dtype="float32",
   gate="own", read=dataclasses.asdict(config_lib.DepthReadConfig()),
@@ -267,7 +268,8 @@ def config_hash(config: Mapping[str, Any]) -> str:
   hashed = _without(config, "")
   with contextlib.suppress(KeyError):
     residual = _OF_ALL_SCHEMES | hashed["model"]["residual"]
-    hashed = hashed | {"model": hashed["model"] | {"residual": residual}}
+    model = hashed["model"] | {"residual": residual}
+    hashed = {"log": _LOG} | hashed | {"model": model}
   text = json.dumps(
     hashed, sort_keys=True, separators=(",", ":"), allow_nan=False
   )

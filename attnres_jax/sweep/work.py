@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import Any
 
 from etils import epath
 import jax
@@ -197,7 +197,6 @@ def _train(
       config,
       workdir,
       claim=None if attempt is None else attempt.claim,
-      leave=functools.partial(_leave_early, attempt),
       plans=workdir.parent / plans.COPY,
     )
   except Exception as error:
@@ -253,17 +252,6 @@ def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
   if processes.is_first() and summary.get("validation_loss") is None:
     return "the validation loss is not finite"
   return ""
-
-
-def _leave_early(attempt: state_lib.Attempt | None, step: int) -> NoReturn:
-  """Ends this process even while its main thread is compiling."""
-  del step
-  if attempt is not None:
-    try:
-      attempt.end(state_lib.STOPPED)
-    except Exception as error:  # The next attempt resumes all the same.
-      say_failure("", error)
-  os._exit(Exit.STOPPED)
 
 
 def say_failure(name: str, error: Exception) -> None:

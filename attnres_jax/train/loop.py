@@ -151,7 +151,6 @@ def train_and_evaluate(
   workdir: epath.PathLike,
   *,
   claim: claims.Claim | None = None,
-  leave: Callable[[int], None] | None = None,
   plans: epath.PathLike = plans_lib.FILE,
 ) -> dict[str, Any]:
   """Trains to `config.train.steps`, or until a signal; all processes call it.
@@ -160,9 +159,6 @@ def train_and_evaluate(
     config: of the run.
     workdir: its folder, local, gs:// or s3://; may hold an interrupted run.
     claim: of the folder, if the caller holds one; the caller releases it.
-    leave: ends the process on a signal before the first step, when there is
-      nothing to save and compiling cannot be interrupted. It receives the step
-      of the last checkpoint. With None, the run stops after compiling.
     plans: the file of plans, for `optim.accumulate_steps=0`.
 
   Returns:
@@ -180,28 +176,18 @@ def train_and_evaluate(
   """
   start = time.perf_counter()
   workdir = epath.Path(workdir)
-  step, held = 0, None
-
-  def leave_early() -> None:
-    if held is not None:
-      held.release()
-    assert leave is not None
-    leave(step)
-
   with contextlib.ExitStack() as stack:
     stack.enter_context(files.explaining_full_disk(workdir))
-    stop = signals.StopSignal(leave_early if leave else None)
-    stack.enter_context(stop)
+    stop = stack.enter_context(signals.StopSignal())
     prepared = prepare_lib.prepare(config, plans)
     run_folder.refuse_foreign("--workdir", workdir)
-    held = stack.enter_context(claims.held(workdir, claim))
+    stack.enter_context(claims.held(workdir, claim))
     past = _restore(workdir, prepared)
     if not isinstance(past, history_lib.History):
       return past
-    step = past.step
     # JAX stops all processes one step after the last that it was told, even if
     # the signal comes while they compile.
-    stop.requested(step)
+    stop.requested(past.step)
     run = _begin(stack, workdir, prepared, past, stop, start)
     stop.begin_work()
     try:

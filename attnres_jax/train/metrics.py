@@ -2,20 +2,18 @@
 """Rows of a run: metrics.jsonl, its writer, and its readers.
 
 A row is a flat dict with `step`, `split` (train, validation, depth or event)
-and numbers, lists of numbers or short texts. Process 0 writes; the others have
-a writer without sinks. metrics.jsonl is append-only and written row by row.
-When a run resumes at step n, rows of later steps are removed first, because
-they will be computed again with the same values. `event` rows stay: they are
-the history of the run, including its interruptions. All other rows are in the
-order of their steps, so the end of the file is enough to resume.
+and numbers, lists of numbers or short texts. Process 0 writes. metrics.jsonl is
+append-only and written row by row. When a run resumes at step n, rows of later
+steps are removed first, because they will be computed again with the same
+values. `event` rows stay: they are the history of the run, including its
+interruptions. All other rows are in the order of their steps, so the end of the
+file is enough to resume.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Mapping
 import dataclasses
 import json
 import math
-import sys
 from typing import Any
 
 from etils import epath
@@ -23,7 +21,7 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
-from attnres_jax.train import sinks as sinks_lib
+from attnres_jax.train import console as console_lib
 
 Row = Mapping[str, Any]
 
@@ -37,39 +35,35 @@ class MetricsError(config_lib.RunError, ValueError):
 
 
 class Writer:
-  """Passes every row to every sink.
+  """Writes rows of a run to metrics.jsonl, and lines for people."""
 
-  Only the first, metrics.jsonl, can end a run. Any other that fails is dropped
-  with one line on stderr.
-  """
-
-  def __init__(self, sinks: Sequence[sinks_lib.Sink]):
-    self._sinks = list(sinks)
+  def __init__(
+    self,
+    file: "JsonlSink | None" = None,
+    lines: console_lib.Console | None = None,
+  ):
+    """Without a `file`, as on all processes but the first, it does nothing."""
+    self._file, self._lines = file, lines
 
   def write(self, step: int, split: str, **values: Any) -> None:
     row = {"step": step, "split": split}
     row |= {name: _plain(value) for name, value in values.items()}
-    self._all("write", row)
+    if self._file is not None:
+      self._file.write(row)
+    if self._lines is not None:
+      self._lines.write(row)
 
   def event(self, step: int, name: str, **values: Any) -> None:
     """An event, such as a save, a resume or a signal."""
     self.write(step, "event", event=name, **values)
 
   def flush(self) -> None:
-    self._all("flush")
+    if self._file is not None:
+      self._file.flush()
 
   def close(self) -> None:
-    self._all("close")
-
-  def _all(self, method: str, *args: Any) -> None:
-    for index, sink in enumerate(list(self._sinks)):
-      try:
-        getattr(sink, method)(*args)
-      except Exception as error:
-        if not index:
-          raise
-        self._sinks.remove(sink)
-        _say_dropped(type(sink).__name__, error)
+    if self._file is not None:
+      self._file.close()
 
 
 def make_writer(
@@ -80,46 +74,20 @@ def make_writer(
   primary: bool = True,
   console: bool = True,
 ) -> Writer:
-  """The sinks that the config requests, on the primary process.
+  """The writer of a run.
 
   Args:
     workdir: of the run; its metrics.jsonl is appended to.
-    config: of the run; `config.log` selects the sinks.
+    config: of the run.
     resume_step: rows after this step are removed from metrics.jsonl.
     primary: whether this process writes.
     console: whether it prints rows, too.
   """
   if not primary:
-    return Writer([])
-  workdir = epath.Path(workdir)
-  sinks: list[sinks_lib.Sink] = [
-    JsonlSink(workdir / FILE, keep_through=resume_step)
-  ]
-  if console:
-    sinks.append(sinks_lib.Console(config.train.steps))
-  for enabled, make in (
-    (
-      config.log.tensorboard,
-      lambda: sinks_lib.TensorBoard(workdir / "tensorboard", resume_step),
-    ),
-    (config.log.wandb_project, lambda: sinks_lib.Wandb(workdir, config)),
-  ):
-    try:
-      sinks += [make()] if enabled else []
-    except Exception as error:
-      _say_dropped("a logger", error)
-  return Writer(sinks)
-
-
-def _say_dropped(name: str, error: Exception) -> None:
-  text = " ".join(f"{type(error).__name__}: {error}".split())
-  with contextlib.suppress(OSError, ValueError):
-    print(
-      f"warning: {name.strip('_')} fails and is left out of this attempt"
-      f" ({text}); {FILE} has all rows",
-      file=sys.stderr,
-      flush=True,
-    )
+    return Writer()
+  file = JsonlSink(epath.Path(workdir) / FILE, keep_through=resume_step)
+  lines = console_lib.Console(config.train.steps) if console else None
+  return Writer(file, lines)
 
 
 def read_rows(
@@ -251,7 +219,7 @@ def read_tail(workdir: epath.PathLike, step: int) -> Tail:
   )
 
 
-class JsonlSink(sinks_lib.Sink):
+class JsonlSink:
   """One JSON object per line.
 
   On a local disk, every row is appended at once. Object stores cannot append,

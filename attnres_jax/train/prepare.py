@@ -14,7 +14,6 @@ from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import processes
 from attnres_jax.common import sharding
 from attnres_jax.train import run_folder
-from attnres_jax.train import sinks
 from attnres_jax.train import train_state
 
 
@@ -58,7 +57,6 @@ def prepare(
   Raises:
     ConfigError: the first part that cannot be built.
   """
-  sinks.check_available(config.log)
   tokenizer = data.make_tokenizer(config.data)
   config = config.with_vocab_size(tokenizer.vocab_size)
   config = plans_lib.resolve(config, jax.devices(), plans)

@@ -5,10 +5,8 @@ SIGTERM, SIGINT, SIGHUP (a closed terminal, unless `nohup` ignores it) and
 SIGUSR1 (some schedulers, before a time limit) all mean: save and stop.
 
 A single process checks its own flag once per step. Before the first step there
-is nothing to save, and a signal may end the process at once. Python calls
-handlers between two of its instructions, and one call of a compiler can take
-minutes. So until the first step, a thread waits for the byte that the low-level
-part of a handler writes into a pipe.
+is nothing to save, and a signal ends the process at once: Python calls handlers
+between two of its instructions, and one call of a compiler can take minutes.
 
 Under `jax.distributed` the processes must stop together: JAX catches SIGTERM
 and agrees on the first step that no process has passed, so every other signal
@@ -96,56 +94,34 @@ class StopSignal:
       `jax.distributed`, another process may have received one.
   """
 
-  def __init__(self, leave: Callable[[], None] | None = None):
-    """Handles signals.
-
-    Args:
-      leave: ends the process on a signal before `begin_work`; None waits.
-    """
+  def __init__(self):
     import jax
 
     self.received: str | None = None
     self._distributed = jax.distributed.is_initialized()
-    self._leave = None if self._distributed else leave
-    self._leaving = threading.Lock()
     self._told = -1
     self._reached = False
     self._previous: dict[signal.Signals, Any] = {}
-    self._pipe: tuple[int, int] | None = None
-    self._previous_fd = -1
 
   def __enter__(self) -> "StopSignal":
-    if threading.current_thread() is not threading.main_thread():
-      return self
-    # JAX's own handler of SIGTERM must stay in place under jax.distributed.
-    for kind in KINDS:
-      if self._distributed and kind == signal.SIGTERM:
-        continue
-      if signal.getsignal(kind) is not signal.SIG_IGN:
-        self._previous[kind] = signal.signal(kind, self._receive)
-    if self._leave is not None:
-      self._pipe = os.pipe()
-      os.set_blocking(self._pipe[1], False)
-      self._previous_fd = signal.set_wakeup_fd(self._pipe[1])
-      threading.Thread(
-        target=self._watch, args=(self._pipe[0],), name="signals", daemon=True
-      ).start()
+    """Until `begin_work`, signals end a single process at once."""
+    if threading.current_thread() is threading.main_thread():
+      first = self._receive if self._distributed else signal.SIG_DFL
+      for kind in KINDS:
+        # JAX's own handler of SIGTERM must stay under jax.distributed.
+        is_ours = not (self._distributed and kind == signal.SIGTERM)
+        if is_ours and signal.getsignal(kind) is not signal.SIG_IGN:
+          self._previous[kind] = signal.signal(kind, first)
     return self
 
   def __exit__(self, *unused) -> None:
-    self.begin_work()
     for kind, handler in self._previous.items():
       signal.signal(kind, handler)
-    self._previous = {}
 
   def begin_work(self) -> None:
     """From now on, a signal stops after the current step."""
-    self._leave = None
-    if self._pipe is not None:
-      signal.set_wakeup_fd(self._previous_fd)
-      # The thread reads the end of the pipe, and ends.
-      os.close(self._pipe[1])
-      self._pipe = None
+    for kind in self._previous:
+      signal.signal(kind, self._receive)
 
   def requested(self, step: int) -> bool:
     """Whether to stop now. Call it once a step, on every process."""
@@ -160,22 +136,10 @@ class StopSignal:
       return self._reached
     return self.received is not None
 
-  def _watch(self, pipe: int) -> None:
-    while number := os.read(pipe, 1):
-      if number[0] in self._previous:
-        self._leave_once()
-    os.close(pipe)
-
   def _receive(self, number: int, frame: Any) -> None:
     del frame
     kind = signal.Signals(number)
     self.received = kind.name
-    self._leave_once()
     signal.signal(kind, self._previous[kind])
     if self._distributed:
       os.kill(os.getpid(), signal.SIGTERM)
-
-  def _leave_once(self) -> None:
-    leave = self._leave
-    if leave is not None and self._leaving.acquire(blocking=False):
-      leave()

@@ -92,10 +92,10 @@ def test_every_command_takes_the_config(name):
     [
       f"--config={SPEC}",
       "--config.model.width=32",
-      "--config.log.tensorboard=no",
+      "--config.data.segment_ids=no",
     ]
   ).config
-  assert options.fields == {"model.width": "32", "log.tensorboard": "no"}
+  assert options.fields == {"model.width": "32", "data.segment_ids": "no"}
   assert options.load().model.width == 32
   help_text = parser.format_help()
   assert "--config.FIELD" in help_text and "--help_config" in help_text

@@ -384,7 +384,7 @@ def test_harmless_changes_are_accepted(quick_whole, quick_run, quick):
   tiny_run.rewind(run, 15)
   moved = shutil.copytree(quick["data.path"], run.with_name(f"{run.name}_data"))
   changed = quick | {
-      "data.path": str(moved), "name": "other", "log.tensorboard": True,
+      "data.path": str(moved), "name": "other",
       "checkpoint.keep_last": 1,
       "checkpoint.asynchronous": False, "data.num_threads": 0,
       "data.max_epochs": 9.0, "train.on_nan": "skip",

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows survive kills and resumes, and reach every sink."""
+"""Rows survive kills and resumes, and are shown."""
 
 import io
 import json
 import random
-import subprocess
-import sys
-import time
 
 from etils import epath
 import jax.numpy as jnp
@@ -14,13 +11,10 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax.train import console as console_lib
 from attnres_jax.train import metrics
-from attnres_jax.train import sinks
-from tests import tiny_run
 
-
-def _config(**log):
-  return config_lib.RunConfig(log=config_lib.LogConfig(**log))
+CONFIG = config_lib.RunConfig()
 
 
 def _steps(path, split="train"):
@@ -28,7 +22,7 @@ def _steps(path, split="train"):
 
 
 def test_rows_are_on_disk_before_close(tmp_path):
-  writer = metrics.make_writer(tmp_path, _config())
+  writer = metrics.make_writer(tmp_path, CONFIG)
   norms = np.array([1.0, np.inf])
   writer.write(1, "train", loss=np.float32(2.5), norms=norms, z=jnp.nan)
   line = (tmp_path / "metrics.jsonl").read_text()
@@ -109,7 +103,7 @@ def test_a_resumption_without_lost_rows_leaves_the_file(tmp_path):
 
 def test_lines_of_the_console():
   out = io.StringIO()
-  console = sinks.Console(10, file=out, seconds=1e9)
+  console = console_lib.Console(10, file=out, seconds=1e9)
   for step in range(1, 11):
     console.write({"step": step, "split": "train", "loss": 1.23456})
   console.write({"step": 10, "split": "validation", "loss": 2.0})
@@ -126,108 +120,7 @@ def test_lines_of_the_console():
 
 def test_lines_say_how_long_is_left():
   out = io.StringIO()
-  console = sinks.Console(200, file=out)
+  console = console_lib.Console(200, file=out)
   row = {"step": 20, "split": "train", "loss": 1.0, "step_seconds": 20.5}
   console.write(row)
   assert out.getvalue().rstrip().endswith("step_seconds 20.5, left 1:01:30")
-
-
-def test_tensorboard_files(tmp_path):
-  writer = metrics.make_writer(tmp_path, _config(tensorboard=True))
-  writer.write(1, "train", loss=1.0, norms=[1.0, 2.0], note="text")
-  writer.close()
-  (file,) = (tmp_path / "tensorboard").iterdir()
-  content = file.read_bytes()
-  for tag in (b"train/loss", b"train/norms/00", b"train/norms/01"):
-    assert tag in content
-  assert b"note" not in content
-
-
-@pytest.mark.needs("wandb")
-@pytest.mark.filterwarnings("ignore")
-def test_wandb_has_every_row_under_one_id(tmp_path, monkeypatch):
-  """Steps are values: rows of a step before the newest one would be ignored."""
-  import wandb
-
-  logged = []
-  monkeypatch.setattr(wandb.Run, "log", lambda _, row: logged.append(row))
-  # The real package writes to a folder and needs no network.
-  monkeypatch.setenv("WANDB_MODE", "offline")
-  monkeypatch.setenv("WANDB_DIR", str(tmp_path / "wandb"))
-  monkeypatch.setenv("WANDB_SILENT", "true")
-  (tmp_path / "wandb").mkdir()
-  config = _config(wandb_project="p")
-  run = tmp_path / "run"
-  run.mkdir()
-  for step in (5, 10):
-    writer = metrics.make_writer(run, config, resume_step=step - 5)
-    writer.write(step, "train", loss=1.0 / step)
-    # The event of an asynchronous save is of an earlier step.
-    writer.event(step - 4, "checkpoint", blocked_seconds=0.5)
-    writer.write(step + 1, "train", loss=2.0)
-    writer.close()
-    time.sleep(1.1)  # wandb's folders are named by the second.
-  ids = {path.name.split("-")[-1] for path in tmp_path.rglob("*.wandb")}
-  name = (run / "wandb_run_id.txt").read_text()
-  assert ids == {f"{name}.wandb"}
-  assert [row["training_step"] for row in logged] == [5, 1, 6, 10, 6, 11]
-  assert [row.get("event/blocked_seconds") for row in logged][1::3] == [0.5] * 2
-  assert [row.get("train/loss") for row in logged][::3] == [0.2, 0.1]
-
-
-@pytest.mark.needs("wandb")
-def test_a_logger_that_fails_is_one_line(tmp_path):
-  # Without a terminal, a key and a network.
-  program = """
-import dataclasses, sys
-from attnres_jax import config
-from attnres_jax.train import metrics
-c = config.build_run_config(config.default_config())
-log = dataclasses.replace(c.log, wandb_project="p")
-writer = metrics.make_writer(sys.argv[1], dataclasses.replace(c, log=log))
-writer.write(1, "train", loss=1.0)
-writer.close()
-"""
-  home = {"HOME": tmp_path, "WANDB_DIR": tmp_path, "NETRC": tmp_path / "none"}
-  environment = tiny_run.environment() | {k: str(v) for k, v in home.items()}
-  environment |= {"WANDB_BASE_URL": "http://127.0.0.1:9"}
-  environment.pop("WANDB_API_KEY", None)
-  process = subprocess.run(
-    [sys.executable, "-c", program, str(tmp_path)], env=environment,
-    stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-    check=False,
-  )  # fmt: skip
-  assert process.returncode == 0, process.stderr
-  lines = [x for x in process.stderr.splitlines() if x.startswith("warning:")]
-  assert len(lines) == 1, process.stderr
-  assert lines[0].startswith("warning: a logger fails")
-  assert _steps(tmp_path) == [1]
-
-
-def test_a_sink_that_fails_later_is_dropped(tmp_path, capsys):
-  class Broken:
-    def write(self, row):
-      raise RuntimeError("on purpose")
-
-  jsonl = metrics.JsonlSink(epath.Path(tmp_path / metrics.FILE), 0)
-  writer = metrics.Writer([jsonl, Broken()])
-  for step in (1, 2):
-    writer.write(step, "train", loss=1.0)
-  writer.close()
-  assert _steps(tmp_path) == [1, 2]
-  assert capsys.readouterr().err.count("warning: Broken fails") == 1
-  jsonl.write = Broken().write
-  with pytest.raises(RuntimeError, match="on purpose"):
-    metrics.Writer([jsonl]).write(3, "train")
-
-
-@pytest.mark.parametrize(
-  "field, value, package",
-  [("wandb_project", "p", "wandb"), ("tensorboard", True, "tensorboardX")],
-)
-def test_missing_package_is_named(monkeypatch, field, value, package):
-  monkeypatch.setitem(sys.modules, package, None)
-  with pytest.raises(config_lib.ConfigError) as error:
-    sinks.check_available(config_lib.LogConfig(**{field: value}))
-  assert f"config.log.{field}" in str(error.value)
-  assert f"pip install {package}" in str(error.value)

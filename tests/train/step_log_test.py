@@ -58,7 +58,7 @@ def make():
     )
     log = step_log.StepLog(
       config,
-      metrics_lib.Writer([sink]),
+      metrics_lib.Writer(sink),
       mesh,
       fetch=fetch,
       clock=lambda: sink.now,

@@ -73,6 +73,7 @@ def start(
   with contextlib.ExitStack() as stack:
     queue = _Queue(runs, epath.Path(folder), stack)
     stop = stack.enter_context(signals.StopSignal())
+    stop.begin_work()
     return queue.run(threads, stop)
 
 
