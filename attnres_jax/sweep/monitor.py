@@ -51,8 +51,6 @@ class Progress:
     chip_hours: of all its attempts, from claim to release.
     tokens: on which it was trained so far.
     all_tokens: of the whole run.
-    step_work: of one training step, in proportion to tokens, layers and squared
-      width; only ratios of it mean something.
     attempts: number of workers that have claimed the run.
     goodput: how the time was spent, where it is recorded.
     row: its line of a table of results, once it is done.
@@ -73,7 +71,6 @@ class Progress:
   chip_hours: float = 0.0
   tokens: int = 0
   all_tokens: int = 0
-  step_work: float = 0.0
   attempts: int = 0
   goodput: goodput_lib.Goodput = goodput_lib.Goodput()
   row: Mapping[str, Any] | None = None
@@ -151,7 +148,6 @@ def _of_run(
     chip_hours=state.chip_seconds / 3600,
     tokens=account.tokens_of(config, last.get("step", 0)),
     all_tokens=account.tokens_of(config),
-    step_work=_step_work(config),
     attempts=state.attempts,
     goodput=spent,
     row=row,
@@ -187,38 +183,34 @@ def rows(progress: Sequence[Progress]) -> list[Mapping[str, Any]]:
   return [run.row for run in progress if run.row is not None]
 
 
-def seconds_left(
-  progress: Progress, others: Sequence[Progress]
-) -> float | None:
-  """Estimate for one run, by its own steps, or else the steps of `others`.
+def seconds_left(progress: Progress) -> float | None:
+  """Estimate for one run, by its own steps; None before it has logged one.
 
-  Compiling, evaluating and saving come on top. None if nothing has been
-  measured.
+  Compiling, evaluating and saving come on top.
   """
-  over = (state_lib.DONE, state_lib.DIVERGED, state_lib.DAMAGED)
-  if progress.status in over:
+  if progress.status in (state_lib.DONE, state_lib.DIVERGED, state_lib.DAMAGED):
     return 0.0
-  steps = progress.steps - progress.step
-  if progress.step_seconds is not None:
-    return steps * progress.step_seconds
-  measured = [run for run in others if run.step_seconds and run.step_work]
-  if not measured:
+  if progress.step_seconds is None:
     return None
-  seconds = sum(run.step_seconds or 0.0 for run in measured)
-  work = sum(run.step_work for run in measured)
-  return steps * progress.step_work * seconds / work
+  return (progress.steps - progress.step) * progress.step_seconds
 
 
 def total_seconds_left(
   progress: Sequence[Progress], parallel: int
 ) -> float | None:
-  """Estimate for all runs that are not done, `parallel` at a time."""
-  left = [seconds_left(run, progress) for run in progress]
-  estimates = [seconds for seconds in left if seconds is not None]
-  if not any(seconds > 0 for seconds in estimates):
-    return None if len(estimates) < len(left) else 0.0
+  """Estimate for all runs that are not done, `parallel` at a time.
+
+  A run without a step takes as long as the mean of the others.
+  """
+  left = list(map(seconds_left, progress))
+  measured = [run for run in progress if run.step_seconds]
+  if None in left and not measured:
+    return None
+  mean = sum(run.steps * (run.step_seconds or 0.0) for run in measured)
+  mean /= max(1, len(measured))
+  estimates = [mean if seconds is None else seconds for seconds in left]
   # A run is never split between workers.
-  return max(sum(estimates) / max(1, parallel), *estimates)
+  return max(sum(estimates) / max(1, parallel), *estimates, 0.0)
 
 
 COLUMNS = (
@@ -236,7 +228,7 @@ def cells(progress: Sequence[Progress]) -> list[list[str]]:
       f"{run.step:,}/{run.steps:,}",
       _number(run.train_loss),
       _number(run.validation_loss),
-      "" if (left := seconds_left(run, progress)) == 0.0 else duration(left),
+      "" if (left := seconds_left(run)) == 0.0 else duration(left),
       f"{run.chip_hours:.3g}" if run.chip_hours else "",
       str(run.attempts),
     ]
@@ -288,12 +280,6 @@ def duration(seconds: float | None) -> str:
   minutes, rest = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
   return f"{hours}:{minutes:02d}:{rest:02d}"
-
-
-def _step_work(config: config_lib.RunConfig) -> float:
-  model, tokens = config.model, config.data.batch_size
-  tokens *= config.data.sequence_length
-  return float(tokens * model.num_layers * model.width**2)
 
 
 def _number(value: float | None) -> str:

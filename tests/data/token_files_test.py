@@ -176,28 +176,6 @@ class TestTokenFiles:
     assert raised.value.filename == named
     batches.close()
 
-  @pytest.mark.parametrize(
-    "change",
-    [
-      {"complete": 1}, {"splits": {}}, {"files": ["../x.bin"]},
-    ],
-  )  # fmt: skip
-  def test_bad_dataset_files(self, change):
-    self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "count": 12})
-    split = {"files": ["x.bin"], "tokens": 12, "documents": 1, "bytes": 9}
-    good = {"complete": True, "settings": {}}
-    good["splits"] = dict.fromkeys(("train", "validation"), split)
-    file = self.folder / "dataset.json"
-    file.write_text(json.dumps(good))
-    assert self._read(self._config()) == _IDS
-    if change.keys() & split.keys():
-      split.update(change)
-      change = {}
-    file.write_text(json.dumps(good | change))
-    message = "dataset.json', expected a file that prepare has written"
-    with pytest.raises(config_lib.ConfigError, match=message):
-      data.open_dataset(self._config(), "train")
-
   def test_ids_outside_the_vocabulary(self):
     ids = _IDS[:-1] + [257]
     self._write("x.bin", _raw(ids), {"dtype": "uint16", "count": 12})

@@ -87,7 +87,7 @@ def test_reports_of_sweeps(tmp_path, kind):
     )
     for p in monitor.of_folder(tmp_path)
   ]
-  bad = monitor.Progress(HOSTILE, HOSTILE, HOSTILE, HOSTILE, step_work=1.0)
+  bad = monitor.Progress(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
   _assert_harmless(render(tmp_path, [*progress, bad]), times=18)
 
 

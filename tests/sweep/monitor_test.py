@@ -11,33 +11,29 @@ from tests.sweep import tiny_sweep
 
 
 def progress(name, status="pending", **values):
-  defaults = dict(residual="prenorm", steps=100, step_work=1e6)
+  defaults = dict(residual="prenorm", steps=100)
   return monitor.Progress(name=name, status=status, **(defaults | values))
 
 
 def test_time_left_is_measured():
   small = progress("small", "done", step=100, step_seconds=0.1)
-  running = progress(
-    "running", "running", step=40, step_seconds=0.3, step_work=3e6
-  )
-  large = progress("large", step_work=4e6)
-  runs = [small, running, large]
-  assert monitor.seconds_left(small, runs) == 0.0
-  assert monitor.seconds_left(running, runs) == pytest.approx(60 * 0.3)
-  # As much work as both others together.
-  assert monitor.seconds_left(large, runs) == pytest.approx(100 * 0.4)
-  assert monitor.total_seconds_left(runs, 1) == pytest.approx(18 + 40)
+  running = progress("running", "running", step=40, step_seconds=0.3)
+  new = progress("new")
+  runs = [small, running, new]
+  assert monitor.seconds_left(small) == 0.0
+  assert monitor.seconds_left(running) == pytest.approx(60 * 0.3)
+  # A new run is like the mean of the others, 10 and 30 seconds.
+  assert monitor.seconds_left(new) is None
+  assert monitor.total_seconds_left(runs, 1) == pytest.approx(18 + 20)
   # No run takes less than its own time, however many go on at once.
-  assert monitor.total_seconds_left(runs, 2) == pytest.approx(40)
-  assert monitor.total_seconds_left(runs, 9) == pytest.approx(40)
+  assert monitor.total_seconds_left(runs, 9) == pytest.approx(20)
 
 
 def test_nothing_measured_and_nothing_left():
   runs = [progress("a"), progress("b")]
-  assert monitor.seconds_left(runs[0], runs) is None
   assert monitor.total_seconds_left(runs, 1) is None
   assert "? left with 1 at a time" in monitor.summary(runs, 1)
-  assert monitor.seconds_left(progress("a", "diverged"), runs) == 0.0
+  assert monitor.seconds_left(progress("a", "diverged")) == 0.0
   done = [progress("a", "done", step=100, step_seconds=0.1)]
   assert monitor.total_seconds_left(done, 1) == 0.0
   assert monitor.summary(done, 1) == "1/1 done"
