@@ -208,11 +208,6 @@ class Parser(argparse.ArgumentParser):
       if arg.partition("=")[0] in action.option_strings
     }
     self._check_needs(options, given)
-    if "plans" in given:  # Also where this command needs no plan.
-      try:
-        plans.rows(options.plans)
-      except (config_lib.ConfigError, ImportError, OSError) as error:
-        stop(f"--plans: {error}".replace("--plans: --plans:", "--plans:"))
     if self._has_config:
       options.given = given
       fields = dict(word.partition("=")[::2] for word in options.config_fields)

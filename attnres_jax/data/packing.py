@@ -57,11 +57,8 @@ class Tokens:
     """Ids from `start` up to `stop`, int32.
 
     Raises:
-      IndexError: the range is not inside the data.
       DataError: an id is not in the vocabulary, or a file has changed.
     """
-    if not 0 <= start <= stop <= len(self):
-      raise IndexError(f"tokens [{start}, {stop}) of {len(self)}")
     pieces = [np.zeros(0, np.uint16)]
     which = bisect.bisect_right(self._ends, start)
     position = start
@@ -92,8 +89,6 @@ class PackedRows:
       sequence_length: T, targets per row.
       segment_ids: whether to number the documents of a row; needs a separator.
     """
-    if segment_ids and tokens.separator_id is None:
-      raise ValueError("segment ids need tokens with a separator")
     self._tokens = tokens
     self._length = sequence_length
     self._segment_ids = segment_ids

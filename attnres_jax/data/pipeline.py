@@ -61,12 +61,6 @@ def open_dataset(
     ConfigError: naming the field, its value and what is accepted.
     ImportError: an optional library is missing; says what to install.
   """
-  if split not in documents.SPLITS:
-    raise ValueError(f"split {split!r}: expected one of {documents.SPLITS}")
-  if not 0 <= process_index < process_count:
-    raise ValueError(
-      f"process_index {process_index}: expected 0 to {process_count - 1}"
-    )
   if config.batch_size % process_count:
     config_lib.fail(
       "data.batch_size",
@@ -214,7 +208,7 @@ class Batches:
   ):
     self._iterator = iterator
     self._identity = dict(identity)
-    self._seek(start_batch)
+    self._iterator.set_state({"next_index": start_batch})
 
   def __iter__(self) -> Iterator[Batch]:
     return self
@@ -252,21 +246,11 @@ class Batches:
         + ", ".join(differing)
         + "; start with batches(start_batch=n) to read this data instead"
       )
-    self._seek(state["next_batch"])
+    self._iterator.set_state({"next_index": state["next_batch"]})
 
   def close(self) -> None:
     """Ends the read-ahead threads."""
     self._iterator.close()
-
-  def _seek(self, batch: int) -> None:
-    if batch < 0:
-      raise ValueError(f"start_batch {batch}: expected at least 0")
-    try:
-      self._iterator.set_state({"next_index": batch})
-    except IndexError as error:
-      raise ValueError(f"start_batch {batch}: past the end of the data") from (
-        error
-      )
 
 
 def _check_size(

@@ -196,16 +196,6 @@ class TestPipeline:
     ):
       self._open(process=(0, 2), **fields)
 
-  def test_bad_arguments_are_named(self):
-    with pytest.raises(ValueError, match="split 'test'"):
-      self._open("test")
-    for process in ((2, 2), (-1, 2)):
-      with pytest.raises(ValueError, match="process_index"):
-        self._open(process=process)
-    for start in (-1, 7):
-      with pytest.raises(ValueError, match=f"start_batch {start}"):
-        self._open("validation").batches(start_batch=start)
-
 
 class TestStdlibPipeline:
   """The defaults, end to end."""
