@@ -96,7 +96,6 @@ class Run:
       self._end_profile()
       self._measure(batch)
       if self._due(self.config.checkpoint.every_steps):
-        self.log.drain()
         with self.log.paused():
           self.save()
     self.log.drain()
@@ -112,28 +111,25 @@ class Run:
     """Writes the rows over depth and of the validation split that are due."""
     train = self.config.train
     if train.depth_every and self._due(train.depth_every):
-      grad_norm_L = self.log.drain()["grad_norm_L"]
-      with self.log.paused():
+      with self.log.paused() as metrics:
         measure = self.measure_depth()
         start = time.perf_counter()
         series = jax.device_get(measure(self.state.model, batch))
         series["seconds"] = time.perf_counter() - start
-        self.writer.write(self.step, "depth", **series, grad_norm_L=grad_norm_L)
+        series["grad_norm_L"] = metrics["grad_norm_L"]
+        self.writer.write(self.step, "depth", **series)
     if self._due(train.eval_every):
-      self.log.drain()
       with self.log.paused():
         row = self.evaluate(self.state, self._is_last)
         self.writer.write(self.step, "validation", **row)
 
   def _start_profile(self) -> None:
     if self.profiler.starts_at(self.step + 1):
-      self.log.drain()
       with self.log.paused():
         self.profiler.start()
 
   def _end_profile(self) -> None:
     if self.profiler.ends_at(self.step):
-      self.log.drain()
       with self.log.paused():
         folder = self.profiler.stop()
         self.writer.event(self.step, "profiled", folder=folder)

@@ -124,10 +124,11 @@ class StepLog:
     self._step_wait += self._clock() - start
 
   @contextlib.contextmanager
-  def paused(self) -> Iterator[None]:
-    """A context for work that is not part of a step; drain first."""
+  def paused(self) -> Iterator[dict[str, Any]]:
+    """A context for work that is not part of a step, with `drain` before."""
+    metrics = self.drain()
     start = self._clock()
-    yield
+    yield metrics
     self._mark += self._clock() - start
 
   def pause(self, seconds: float) -> None:
