@@ -63,14 +63,12 @@ class Restored:
     state: the tree, with the shapes and shardings that were requested.
     info: the JSON object saved with it.
     unreadable: newer steps that could not be read, with the cause of each.
-    verified: whether there were checksums to compare with.
   """
 
   step: int
   state: Any
   info: dict[str, Any]
   unreadable: dict[int, str]
-  verified: bool
 
 
 def restore_latest(
@@ -108,12 +106,12 @@ def restore_latest(
         cause = orbax_io.one_line(error)
       gc.collect()
     if processes.all_hold(result is not None) and result is not None:
-      flat, info, verified = result
+      flat, info = result
       unreadable.pop(step, None)  # An earlier attempt failed.
       unreadable |= orbax_io.undescribed(workdir, steps[: steps.index(step)])
       _set_aside(workdir, unreadable)
       state = trees.from_flat(abstract_state, flat)
-      return Restored(step, state, info, unreadable, verified)
+      return Restored(step, state, info, unreadable)
     unreadable[step] = cause
   if unreadable:
     raise CheckpointError(
@@ -257,8 +255,8 @@ def _read(
   abstract: Mapping[str, Any],
   share: tuple[int, int] = (0, 1),
   some: bool = False,
-) -> tuple[dict[str, Any], dict[str, Any], bool]:
-  """Arrays and JSON of one checkpoint, and whether they were verified.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Arrays and JSON of one checkpoint, compared with its checksums if any.
 
   Args:
     workdir: of the run.
@@ -285,7 +283,7 @@ def _read(
     loaded = orbax_io.load(path, parts)
     loaded = old_names.join(loaded, abstract)
     jax.block_until_ready(loaded)
-  return loaded, info, damage is not None
+  return loaded, info
 
 
 def _check_same_shapes(
@@ -326,9 +324,7 @@ def _read_model(
       sharding.with_sharding(abstract, places)
     ).items()
   }
-  flat, _, verified = _read(workdir, step, leaves, share, some=average)
-  if not verified:
-    logging.warning("checkpoint %d of %s is unverified", step, workdir)
+  flat, _ = _read(workdir, step, leaves, share, some=average)
   flat = {name.removeprefix(prefix): a for name, a in flat.items()}
   return config, trees.from_flat(abstract, flat)
 

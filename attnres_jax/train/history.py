@@ -43,8 +43,6 @@ class History:
       writer.event(step, "checkpoint set aside", of_step=broken, cause=cause)
     if self.missing is not None:
       writer.event(step, "checkpoint missing", of_step=self.missing)
-    if restored and not restored.verified:
-      writer.event(step, "checkpoint unverified", of_step=step)
 
 
 def report_start(

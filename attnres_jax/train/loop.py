@@ -204,9 +204,6 @@ def train_and_evaluate(
       step=run.step,
       parameters=prepared.parameters,
       seconds=time.perf_counter() - start,
-      on_damage=lambda text: run.writer.event(
-        run.step, "damaged line", what=text
-      ),
     )
     if summary.get("skipped"):
       # Not finite, with train.on_nan=skip.

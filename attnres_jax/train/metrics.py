@@ -10,7 +10,7 @@ interruptions. All other rows are in the order of their steps, so the end of the
 file is enough to resume.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import dataclasses
 import json
 import math
@@ -93,7 +93,7 @@ def make_writer(
 def read_rows(
   workdir: epath.PathLike,
   split: str | None = None,
-  on_damage: Callable[[str], None] | None = None,
+  lenient: bool = False,
 ) -> list[dict[str, Any]]:
   """The rows of a run, or of one split; [] if there are none.
 
@@ -102,11 +102,10 @@ def read_rows(
   Args:
     workdir: of the run.
     split: whose rows; None takes all.
-    on_damage: called with file, line and what is wrong about it, for each line
-      that is left out.
+    lenient: leave out lines that are damaged.
 
   Raises:
-    MetricsError: a line is damaged, and there is no `on_damage`.
+    MetricsError: a line is damaged.
   """
   path = epath.Path(workdir) / FILE
   try:
@@ -121,9 +120,8 @@ def read_rows(
     try:
       rows.append(_parse(line))
     except ValueError as error:
-      if on_damage is None:
+      if not lenient:
         raise _damaged(f"{path}:{number}", error) from error
-      on_damage(f"{path}:{number}: not a row of metrics ({error})")
   return [row for row in rows if split in (None, row["split"])]
 
 

@@ -6,7 +6,7 @@ must match the newest one, and a damaged file is rebuilt. metrics.jsonl records
 what was completed, summary.json the outcome.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import contextlib
 import dataclasses
 import json
@@ -257,11 +257,10 @@ def summarise(
   step: int,
   parameters: int,
   seconds: float,
-  on_damage: Callable[[str], None],
 ) -> dict[str, Any]:
   """The outcome, from the rows of the whole run; written when finished.
 
-  A damaged line of metrics.jsonl is left out and passed to `on_damage`.
+  A damaged line of metrics.jsonl is left out.
   """
   summary: dict[str, Any] = {
     "name": config.name,
@@ -272,7 +271,7 @@ def summarise(
   }
   if not processes.is_first():
     return summary
-  rows = metrics_lib.read_rows(workdir, on_damage=on_damage)
+  rows = metrics_lib.read_rows(workdir, lenient=True)
   train = [row for row in rows if row["split"] == "train"]
   validation = [row for row in rows if row["split"] == "validation"]
   compiled = {

@@ -250,7 +250,6 @@ class Group:
         run_folder.summarise(
           self.workdirs[i], self.configs[i], status="finished",
           step=self.step, parameters=self.parameters, seconds=self.seconds,
-          on_damage=lambda text: None,
         )  # fmt: skip
 
   def save(self) -> None:

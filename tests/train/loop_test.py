@@ -242,9 +242,6 @@ def test_damaged_files_are_rebuilt(quick_whole, quick_run, quick, finished):
   assert {name: (run / name).read_text() for name in names[:2]} == {
     name: good[name] for name in names[:2]
   }
-  damaged = tiny_run.events(run, "damaged line")
-  assert len(damaged) == 1 + finished
-  assert f"metrics.jsonl:{line + 1}: not a row" in damaged[0]["what"]
   before = json.loads((quick_whole / "summary.json").read_text())
   for name in ("train_loss", "validation_loss", "bits_per_byte", "step"):
     assert summary[name] == before[name]
