@@ -111,9 +111,6 @@ def _check_data(runs: Sequence[grid.Run], offline: bool) -> None:
 
 def _status(experiment: cli.Experiment, options: argparse.Namespace) -> int:
   while True:
-    if options.run:
-      print(monitor.details(options.workdir, options.run))
-      return 0
     progress = _progress(options, full=False)
     text = monitor.table(progress)
     if not options.watch > 0:

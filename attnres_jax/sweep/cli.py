@@ -164,7 +164,6 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
     ("plans", plans.FILE, "run", "for optim.accumulate_steps=0"),
     ("max_parallel", 1, "run", "runs at a time"),
     ("watch", 0.0, "status", "seconds between tables"),
-    ("run", None, "status", "name of a run whose last error to show"),
     ("out", None, "collect", "file (default: rows.csv of the sweep)"),
   ):
     kind = {"max_parallel": fields.Few, "watch": fields.NotNegative}.get(

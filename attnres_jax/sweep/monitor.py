@@ -166,18 +166,6 @@ def of_folder(folder: epath.PathLike, full: bool = True) -> list[Progress]:
     return list(pool.map(lambda name: of_run(folder, name, full), names))
 
 
-def details(folder: epath.PathLike, name: str) -> str:
-  """The state of one run in words, and the error of its last attempt."""
-  progress = of_run(folder, name, full=False)
-  text = [table([progress])]
-  workdir = epath.Path(folder) / name
-  if progress.status != state_lib.DONE:
-    for file in files.glob(workdir, "error*.txt"):
-      content = files.read(workdir / file).decode(errors="replace")
-      text.append(f"\n{file}\n{text_table.printable(content)}")
-  return "\n".join(text)
-
-
 def rows(progress: Sequence[Progress]) -> list[Mapping[str, Any]]:
   """A row for every run that is done, in the order of the sweep."""
   return [run.row for run in progress if run.row is not None]

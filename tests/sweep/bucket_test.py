@@ -235,8 +235,9 @@ def test_errors_say_whether_to_try_again(bucket, tmp_path):
   (run,) = tiny_sweep.prepare(folder, source)
   process = _start(folder, tmp_path / "log")
   assert process.wait(120) == 2, (tmp_path / "log").read_text()
-  text = monitor.details(folder, run.name)
-  assert " refused " in text and "error.txt\nattempt 1, step 0" in text
+  assert " refused " in monitor.table(monitor.of_folder(folder))
+  text = stores.read(f"{folder}/{run.name}/error.txt").decode()
+  assert text.startswith("attempt 1, step 0")
   assert "Traceback" in text and "config.data.path" in text
 
 
