@@ -286,24 +286,6 @@ def test_the_gradient_of_each_layer_is_added_separately(remat):
   compare.trees(trained, expected, 2e-5)
 
 
-def test_the_network_is_traced_once(monkeypatch):
-  """Microbatches, whose sums need shapes beforehand, do not trace it twice."""
-  from attnres_jax.models import transformer
-
-  calls = []
-  hidden_of = transformer.Transformer.hidden_of
-
-  def counted(*args, **options):
-    calls.append(args)
-    return hidden_of(*args, **options)
-
-  monkeypatch.setattr(transformer.Transformer, "hidden_of", counted)
-  config = _config("prenorm", accumulate_steps=4)
-  program = train_state.make_program(config, sharding.make_mesh(config.mesh))
-  program.train_step.trace(program.abstract_state, program.batch_shapes)
-  assert len(calls) == 1
-
-
 def test_step_that_is_not_finite_changes_nothing():
   config, program = WHOLE, _program(WHOLE)
   state = program.init_state()
@@ -411,26 +393,6 @@ def test_abstract_state_is_the_state():
   assert state.step == 0 and state.step.dtype == jnp.int32
 
 
-@pytest.mark.parametrize("name", ["prenorm", "full_attnres", "block_attnres"])
-def test_what_is_kept_for_backward(name):
-  """By definition: L states, plus the embedding and N blocks."""
-  config = _config(name, accumulate_steps=2, data=2)
-  model = dataclasses.replace(config.model, remat="full", dtype="bfloat16")
-  program = _program(dataclasses.replace(config, model=model))
-  vector = 8 * 6 // 4 * 16
-  states, blocks = {
-    "prenorm": (4 * 4, 0),
-    # In Full AttnRes, the states are the outputs of sublayers.
-    "full_attnres": (4 * 2, 1 * 2),
-    "block_attnres": (4 * 4, 3 * 2),
-  }[name]
-  saved = program.network.kept_bytes(program.abstract_state.model)
-  assert saved["running_state_bytes"] == states * vector
-  assert saved["block_bytes"] == blocks * vector
-  program = _program(config)
-  assert not program.network.kept_bytes(program.abstract_state.model)
-
-
 @pytest.mark.more
 def test_the_state_is_donated():
   program = _program(WHOLE)
@@ -439,24 +401,3 @@ def test_the_state_is_donated():
   batch = _batch(documents=True)
   program.train_step(state, sharding.shard_batch(batch, program.mesh))
   assert leaf.is_deleted()
-
-
-@pytest.mark.more
-def test_programs_of_depth_attention_are_a_few_times_as_large():
-  """Instructions of the compiled step of 16 sublayers in 2 blocks, on a CPU.
-
-  Compile time follows them: 2.2 and 7.1 times PreNorm's. With autodiff of the
-  forward pass of depth attention, these are 2.6 and 10.5.
-  """
-
-  def count(name):
-    config = _config(name)
-    model = dataclasses.replace(config.model, num_layers=8)
-    program = _program(dataclasses.replace(config, model=model))
-    batch = {"tokens": jax.ShapeDtypeStruct((8, 7), jnp.int32)}
-    lowered = program.train_step.lower(program.abstract_state, batch)
-    return lowered.compile().as_text().count(" = ")
-
-  prenorm = count("prenorm")
-  assert count("block_attnres") < 2.4 * prenorm
-  assert count("full_attnres") < 7.5 * prenorm
