@@ -16,6 +16,7 @@ import pytest
 from attnres_jax import config as c
 from attnres_jax import main
 from attnres_jax.config import dotted
+from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.data import sources
 from attnres_jax.data import tokenizer
@@ -499,3 +500,12 @@ def test_what_a_user_sets_wins_over_what_the_file_derives():
 def test_a_width_that_heads_do_not_divide_evenly_is_named():
   with pytest.raises(c.ConfigError, match="^config.model.width: got 1"):
     c.ModelConfig(width=100, num_heads=4, rope_theta=1e4)
+
+
+def test_notes_of_errors_that_cause_each_other():
+  error, other = ValueError("one"), OSError("other")
+  error.__cause__, other.__cause__ = other, error
+  error.add_note("ours")
+  other.add_note("-----\njax")
+  assert errors.without_jax_notes(error) == ["ours"]
+  assert not other.__notes__

@@ -24,7 +24,9 @@ def without_jax_notes(error: BaseException) -> list[str]:
   Below a line of dashes, JAX says that it hides its frames.
   """
   chain: BaseException | None = error
-  while chain is not None:
+  seen: list[BaseException] = []  # A chain may be a ring.
+  while chain is not None and chain not in seen:
+    seen.append(chain)
     notes = getattr(chain, "__notes__", [])
     notes[:] = [note for note in notes if not note.startswith("-----")]
     chain = chain.__cause__ or chain.__context__
