@@ -26,7 +26,6 @@ as for `attnres_jax.main`. The first process chooses and claims runs for all.
 
 import argparse
 from collections.abc import Sequence
-import contextlib
 import os
 import sys
 
@@ -73,13 +72,9 @@ def _work(options: argparse.Namespace) -> int:
     if options.run is not None:
       result = work.run(options.folder, options.run, options.patience_seconds)
     else:
-      # While nothing is trained. Under `jax.distributed`, JAX has a handler.
-      end = lambda number, frame: os._exit(exits.Exit.STOPPED)
-      none = contextlib.nullcontext()
-      with none if options.distributed else signals.calling(end):
-        result = work.run_all(
-          options.folder, options.patience_seconds, options.only
-        )
+      result = work.run_all(
+        options.folder, options.patience_seconds, options.only
+      )
   except (OSError, RuntimeError) as error:
     # Such as a TPU that the process of an earlier attempt has not left yet.
     work.say_failure("", error)

@@ -75,7 +75,7 @@ class Run:
   evaluate: Callable[[train_state.TrainState, bool], Mapping[str, float]]
   batches: data.Batches
   saves: saves_lib.Saver
-  info: Mapping[str, Any]
+  info: dict[str, Any]
   writer: metrics_lib.Writer
   log: step_log.StepLog
   profiler: watch.Profiler

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command and `sample_text`; the engine has its own tests."""
+"""The command; the engine has its own tests."""
 
 import io
 import sys
