@@ -75,9 +75,9 @@ def _run(command: Callable[..., Any], *args: Any) -> int:
     return _report(f"JAX_PLATFORMS: {message} ({reason})", 2)
 
 
-def stop(message: str, status: int = 2) -> NoReturn:
+def stop(message: str) -> NoReturn:
   """Ends the program with one line on stderr."""
-  sys.exit(_report(message, status))
+  sys.exit(_report(message, 2))
 
 
 class _Format(

@@ -128,12 +128,8 @@ class Dataset:
       "split": self._split,
     } | batches
 
-  def batches(self, start_batch: int = 0) -> "Batches":
-    """Iterates over the rows of this process, from a global batch on.
-
-    Args:
-      start_batch: the first batch; reached immediately, however large.
-    """
+  def batches(self) -> "Batches":
+    """Iterates over the rows of this process."""
     import grain
 
     config, is_train = self._config, self._split == documents.TRAIN
@@ -161,7 +157,7 @@ class Dataset:
       prefetch_buffer_size=_READ_AHEAD_BATCHES if threads else 0,
     )
     iterator = iter(local.to_iter_dataset(options))
-    return Batches(iterator, self.identity(), start_batch)
+    return Batches(iterator, self.identity())
 
   def _content(self) -> dict[str, Any]:
     """A description of all parts; that of one part has no weights."""
@@ -201,14 +197,10 @@ class Batches:
   """
 
   def __init__(
-    self,
-    iterator: "grain.DatasetIterator",
-    identity: Mapping[str, Any],
-    start_batch: int,
+    self, iterator: "grain.DatasetIterator", identity: Mapping[str, Any]
   ):
     self._iterator = iterator
     self._identity = dict(identity)
-    self._iterator.set_state({"next_index": start_batch})
 
   def __iter__(self) -> Iterator[Batch]:
     return self
@@ -228,7 +220,7 @@ class Batches:
     }
 
   def set_state(self, state: Mapping[str, Any]) -> None:
-    """Continues from a saved state, on any number of processes.
+    """Continues from a saved state, on any number of processes; immediately.
 
     Raises:
       ValueError: the state belongs to other data, or to another batch size, row
@@ -236,16 +228,13 @@ class Batches:
     """
     saved = state["dataset"]
     differing = [
-      f"{name} (saved {saved.get(name)!r}, now {value!r})"
+      f"{name} (saved {saved[name]!r}, now {value!r})"
       for name, value in self._identity.items()
-      if saved.get(name) != value
+      if saved.get(name, value) != value
     ]
     if differing:
-      raise ValueError(
-        "data position: saved on other data, which differs in "
-        + ", ".join(differing)
-        + "; start with batches(start_batch=n) to read this data instead"
-      )
+      listed = ", ".join(differing)
+      raise ValueError(f"data position: of other data, differing in {listed}")
     self._iterator.set_state({"next_index": state["next_batch"]})
 
   def close(self) -> None:

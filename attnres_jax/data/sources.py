@@ -84,14 +84,6 @@ def open_splits(config: config_lib.DataConfig) -> dict[str, Opened]:
   return _by_hash(config, text_lib.FileDocuments(config, both))
 
 
-def texts(config: config_lib.DataConfig, split: str) -> Iterator[bytes]:
-  """Yields the documents of a split, in their order."""
-  opened = open_splits(config)[split]
-  for document in opened.documents.iterate():
-    if _split_of(document, opened, (split,)):
-      yield document.text
-
-
 def open_text(
   config: config_lib.DataConfig,
   split: str,

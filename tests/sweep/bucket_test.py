@@ -205,8 +205,8 @@ def test_text_in_a_bucket(bucket, tmp_path, monkeypatch):
     with pytest.raises(config_lib.ConfigError, match="data.path: got"):
       paths.list_files("data.path", f"{bucket}/{path}")
   config = config_lib.DataConfig(source="text", path=f"{bucket}/raw1")
-  (text,) = sources.texts(config, "train")
-  assert text == b"text"
+  (text,) = sources.open_splits(config)["train"].documents.iterate()
+  assert text.text == b"text"
 
 
 @pytest.mark.slow

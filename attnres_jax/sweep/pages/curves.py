@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses during runs, and differences from the baseline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib import figure as figure_lib
@@ -18,23 +18,14 @@ from attnres_jax.sweep.pages import losses
 _MAX_PANELS = 8
 _TITLE_LETTERS = 80
 
-# Steps and losses.
-Curve = Sequence[tuple[int, float]]
 # A point of a run: its tokens, its loss, and where it is drawn.
 COLUMNS = ("setting", "scheme", "seed", "tokens", "loss")
 
 
-def of_sweep(
-  progress: Sequence[monitor.Progress],
-  curve: Callable[[monitor.Progress], Curve] = lambda run: run.curve,
-) -> losses.Frame:
+def of_sweep(progress: Sequence[monitor.Progress]) -> losses.Frame:
   """Losses of runs, a row per logged step, of `COLUMNS`.
 
   A variant is no setting if it alone has its scheme.
-
-  Args:
-    progress: of a sweep.
-    curve: steps and losses of a run; by default of training.
   """
   readable = [(run, run.run) for run in progress if run.run is not None]
   variants = {(p.residual, r.overrides.get("variant", "")) for p, r in readable}
@@ -47,7 +38,7 @@ def of_sweep(
     setting = losses.setting(run.overrides, without)
     points += [
       (setting, described.residual, config.seed, step * tokens, loss)
-      for step, loss in curve(described)
+      for step, loss in described.curve
     ]
   return pd.DataFrame(points, columns=COLUMNS)
 
