@@ -173,10 +173,11 @@ def acquire(workdir: epath.PathLike, *, patience_seconds: float = 0.0) -> Claim:
   holder = Holder(socket.gethostname(), os.getpid(), uuid.uuid4().hex, now, now)
   if not files.is_remote(workdir):
     workdir.mkdir(parents=True, exist_ok=True)
-  if not _has_locks(workdir):
+  try:
+    lock = _lock(workdir, fcntl.LOCK_EX, PATIENCE_SECONDS)
+  except _NoLocksError:
     number, holder = _take_lease(workdir, holder, patience_seconds)
     return Claim(workdir, holder, number)
-  lock = _lock(workdir, fcntl.LOCK_EX, PATIENCE_SECONDS)
   if lock is None:
     raise _held(workdir, _read(workdir / LOCK))
   start = _bytes(holder)[: len('{"host"')]
@@ -244,52 +245,39 @@ def is_held(workdir: epath.PathLike) -> bool:
   workdir = epath.Path(workdir)
   if not files.is_remote(workdir) and not (workdir / LOCK).exists():
     return False
-  if not _has_locks(workdir):
+  try:
+    lock = _lock(workdir, fcntl.LOCK_SH, 0.0)
+  except _NoLocksError:
     newest = _newest(workdir)[1]
     return newest is not None and newest.seems_alive()
-  lock = _lock(workdir, fcntl.LOCK_SH, 0.0)
   if lock is None:
     return True
   lock.close()
   return False
 
 
-def _has_locks(workdir: epath.Path) -> bool:
-  """Whether its file system supports locks. Some network disks do not."""
-  if files.is_remote(workdir):
-    return False
-  with _open_to_read(workdir) as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-      return True
-    except OSError as error:
-      if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-      raise
-  return True
-
-
-def _open_to_read(workdir: epath.Path) -> IO[str]:
-  """The file of the lock, which may belong to another user.
-
-  NFS shares a lock only of a file that is open for reading.
-  """
-  try:
-    return open(workdir / LOCK, "a+", encoding="utf-8")
-  except PermissionError:
-    return open(workdir / LOCK, encoding="utf-8")
+class _NoLocksError(Exception):
+  """An object store, or a file system such as some network disks."""
 
 
 def _lock(
   workdir: epath.Path, kind: int, patience_seconds: float
 ) -> IO[str] | None:
-  """An open, locked file, or None if another process has the lock."""
-  # Closed on exec, so that child processes do not keep the lock.
-  if kind == fcntl.LOCK_SH:
-    file = _open_to_read(workdir)
-  else:
-    file = open(workdir / LOCK, "a", encoding="utf-8")
+  """An open, locked file, or None if another process has the lock.
+
+  Raises:
+    _NoLocksError: the file system has no locks.
+  """
+  if files.is_remote(workdir):
+    raise _NoLocksError
+  # Closed on exec, so that child processes do not keep the lock. NFS shares a
+  # lock only of a file that is open for reading.
+  try:
+    file = open(workdir / LOCK, "a+", encoding="utf-8")
+  except PermissionError:
+    if kind != fcntl.LOCK_SH:
+      raise
+    file = open(workdir / LOCK, encoding="utf-8")  # Of another user.
   deadline = time.monotonic() + patience_seconds
   while True:
     try:
@@ -300,8 +288,11 @@ def _lock(
         file.close()
         return None
       time.sleep(0.05)
-    except BaseException:
+    except BaseException as error:
       file.close()
+      no_locks = errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP
+      if getattr(error, "errno", None) in no_locks:
+        raise _NoLocksError from error
       raise
 
 

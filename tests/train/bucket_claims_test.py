@@ -32,7 +32,7 @@ import os, sys, time
 from attnres_jax.train import claims
 folder, go, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 claims.HEARTBEAT_SECONDS = 1e6
-claims._has_locks(claims.epath.Path(folder))
+claims.is_held(folder)
 claims.stores.names(folder)
 print("ready", flush=True)
 while not os.path.exists(go):
