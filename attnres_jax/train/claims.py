@@ -208,23 +208,14 @@ def held(
 
   Raises:
     HeldError: another run holds it; raised on all processes.
-    ConfigError: nothing can be written there; raised on all processes.
-    OSError: the disk is full or the store fails; the others get a HeldError.
+    OSError: nothing can be written there; the others get a HeldError.
   """
   claim, error = None, None
   if ours is None and processes.is_first():
     try:
       claim = acquire(workdir, patience_seconds=2 * LEASE_SECONDS)
-    except config_lib.ConfigError as failure:
+    except (config_lib.ConfigError, OSError) as failure:
       error = failure
-    except OSError as failure:
-      error = failure
-      if not files.is_remote(workdir) and not files.is_disk_full(failure):
-        cause = failure.strerror or failure
-        error = config_lib.ConfigError(
-          f"--workdir: got {str(workdir)!r}, expected a folder that can be"
-          f" written ({cause})"
-        )
   refusal = processes.text_of_first(str(error) if error is not None else "")
   if error is not None:
     raise error
