@@ -16,13 +16,7 @@ KERNELS = ("kda_forward", "kda_forward_saving", "kda_backward")
 
 
 def kernels(chip, shape, dtype, save):
-  """The kernels in a compiled program."""
-  text = compile_for(chip, shape, dtype, save)
-  return [name for name in KERNELS if re.search(rf"\b{name}\b", text)]
-
-
-def compile_for(chip, shape, dtype, save):
-  """Forward and backward through the public function."""
+  """The kernels of forward and backward, through the public function."""
 
   def f(do, dstate, *arguments):
     def g(*arguments):
@@ -33,19 +27,12 @@ def compile_for(chip, shape, dtype, save):
     return values, vjp((do, dstate))
 
   token = shape.batch, shape.tokens, shape.heads
-  key, value = (*token, shape.key), (*token, shape.value)
-  state = shape.batch, shape.heads, shape.key, shape.value
-  arguments = [
-    (value, dtype),
-    (state, jnp.float32),
-    (key, dtype),
-    (key, dtype),
-    (value, dtype),
-    (key, jnp.float32),
-    (token, jnp.float32),
-    (state, jnp.float32),
-  ]
-  return tpu_aot_test.compile_for(chip, f, arguments, dtype)
+  key, value = ((*token, shape.key), dtype), ((*token, shape.value), dtype)
+  gate, rate = ((*token, shape.key), jnp.float32), (token, jnp.float32)
+  state = (shape.batch, shape.heads, shape.key, shape.value), jnp.float32
+  arguments = [value, state, key, key, value, gate, rate, state]
+  text = tpu_aot_test.compile_for(chip, f, arguments, dtype)
+  return [name for name in KERNELS if re.search(rf"\b{name}\b", text)]
 
 
 # tests/kernels/operators_test.py compiles them for the other chips.

@@ -173,18 +173,17 @@ def test_exposed_transfers_are_part_of_a_step():
   assert both(7.0, 0.5) == 7.0
 
 
-def _config(**fields):
-  fields = {
-    "model.vocab_size": 260, "data.batch_size": 8,
-    "model.num_layers": 2, "model.residual.num_blocks": 2, **fields,
-  }  # fmt: skip
-  return config_lib.load_config("configs/lm.py:size=tiny", fields)
+CONFIG = "configs/lm.py:size=tiny"
+FIELDS = {
+  "model.vocab_size": 260, "model.num_layers": 2,
+  "model.residual.num_blocks": 2, "data.batch_size": 16,
+}  # fmt: skip
 
 
 @pytest.mark.needs("jax-cuda13-plugin")
 @pytest.mark.parametrize("slice_name,nodes", [("h100-8", 1), ("h100-2x8", 2)])
 def test_a_step_on_gpus(slice_name, nodes):
-  config = _config(**{"data.batch_size": 16, "mesh.data": 8 * nodes})
+  config = config_lib.load_config(CONFIG, FIELDS | {"mesh.data": 8 * nodes})
   plan = report.make_report(config, topology.devices(slice_name))
   assert plan["fits"] and plan["launches"] > 100
   assert plan["devices"] == 8 * nodes
@@ -209,12 +208,8 @@ def test_a_step_on_gpus(slice_name, nodes):
 def test_search_chooses_by_memory(capsys, tmp_path):
   """A plan is saved, and a run with `planned` fields takes it."""
   plans = tmp_path / "plans.csv"
-  fields = {
-    "model.vocab_size": 260, "model.num_layers": 2,
-    "model.residual.num_blocks": 2, "data.batch_size": 16,
-    "optim.accumulate_steps": 0,
-  }  # fmt: skip
-  argv = ["--config=configs/lm.py:size=tiny", "--topology=h100-8"]
+  fields = FIELDS | {"optim.accumulate_steps": 0}
+  argv = [f"--config={CONFIG}", "--topology=h100-8"]
   argv += [f"--config.{name}={value}" for name, value in fields.items()]
   argv += ["--tries=1", "--save", f"--plans={plans}"]
   assert search.main(argv) == 0
