@@ -18,6 +18,7 @@ This package imports neither JAX nor anything else of the library, but for
 
 from attnres_jax.config.dicts import affecting as affecting
 from attnres_jax.config.dicts import affects as affects
+from attnres_jax.config.dicts import difference_lines as difference_lines
 from attnres_jax.config.dicts import differences as differences
 from attnres_jax.config.dicts import flatten as flatten
 from attnres_jax.config.dicts import to_dict as to_dict

@@ -61,3 +61,11 @@ def differences(
     for name in sorted(old | new)
     if old.get(name) != new.get(name)
   }
+
+
+def difference_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+  """A line for each of `differences`."""
+  return [
+    f"  config.{name}: {old!r} there, {new!r} here"
+    for name, (old, new) in changes.items()
+  ]

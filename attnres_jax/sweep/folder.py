@@ -111,7 +111,12 @@ def prepare(
     if old is not None and run.name not in listed:
       changed = run_folder.harmful(run_config(old), run_config(run))
       if changed:
-        raise config_lib.ConfigError(_refusal(folder, old, changed))
+        head = (
+          f"{folder} holds {old.name} with another configuration; take the same"
+          " one or another folder. Differing:"
+        )
+        lines = [head, *config_lib.difference_lines(changed)]
+        raise config_lib.ConfigError("\n".join(lines))
       run = dataclasses.replace(run, name=old.name)
     prepared.append(run)
   texts = {_named(folder, run.name): records.to_json(run) for run in prepared}
@@ -219,17 +224,3 @@ def _read(folder: epath.Path, name: str) -> grid.Run:
 
 def _key(overrides: Mapping[str, Any]) -> str:
   return json.dumps(overrides, sort_keys=True)
-
-
-def _refusal(
-  folder: epath.Path, run: grid.Run, changes: dict[str, tuple[Any, Any]]
-) -> str:
-  lines = [
-    f"{folder} holds {run.name} with another configuration; take the same one"
-    " or another folder. Differing:"
-  ]
-  lines += [
-    f"  config.{field}: {old!r} there, {new!r} here"
-    for field, (old, new) in changes.items()
-  ]
-  return "\n".join(lines)

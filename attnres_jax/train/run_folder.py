@@ -137,10 +137,7 @@ def refuse_changes(
   now = fingerprints(descriptions)
   unknown = dict.fromkeys(now, "not recorded")
   before = info.get("fingerprints", unknown)
-  lines = [
-    f"  config.{name}: {there!r} there, {here!r} here"
-    for name, (there, here) in changed.items()
-  ] + [
+  lines = config_lib.difference_lines(changed) + [
     f"  the content of the {split} data: {there} there, {now[split]} here"
     for split, there in before.items()
     if there != now[split]
