@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib import figure as figure_lib
+from matplotlib import ticker
 
 from attnres_jax.analysis import figures
 from attnres_jax.scaling import fit as fit_lib
@@ -176,6 +177,11 @@ def figure(rows: Sequence[Row]) -> figure_lib.Figure:
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for formatted in (axes.xaxis, axes.yaxis):
+      formatted.set_major_formatter(ticker.FormatStrFormatter("%g"))
+      formatted.set_minor_formatter(ticker.NullFormatter())
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_locator(ticker.MaxNLocator(6))
     axes.set_xlabel(
       f"{unit} of {', '.join(dict.fromkeys(r['device'] for r in rows))}"
       if "seconds" in price
