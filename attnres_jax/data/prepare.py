@@ -182,7 +182,7 @@ def _write_splits(
     with tqdm.tqdm(
       initial=start,
       desc=f"{config.source} -> {' and '.join(splits)}",
-      unit="doc",
+      unit=" doc",
       disable=not progress,
     ) as bar:
       for encoded in sources.encode(

@@ -95,7 +95,7 @@ def open_text(
   arrays, num_bytes = [], 0
   # A progress bar that appears only if this takes a while.
   with tqdm.tqdm(
-    desc=f"tokenising {config.source} ({split})", unit="doc", delay=3.0
+    desc=f"tokenising {config.source} ({split})", unit=" doc", delay=3.0
   ) as bar:
     for encoded in encode(opened, (split,), tokenizer, bar=bar):
       arrays.append(encoded.ids)

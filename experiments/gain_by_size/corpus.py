@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _make(options: argparse.Namespace) -> int:
+  if files.is_remote(options.output):
+    config_lib.fail_argument("--output", options.output, "a local folder")
   folder = pathlib.Path(files.check_folder("--output", options.output))
   wheels = folder / "wheels"
   _download(wheels)

@@ -85,6 +85,11 @@ def test_a_corpus_has_no_copies(tmp_path):
     assert "==" in line and " --hash=sha256:" in line
 
 
+def test_a_corpus_is_made_on_a_disk(capsys):
+  assert corpus.main(["--output=gs://bucket/text"]) == 2
+  assert "expected a local folder" in capsys.readouterr().err
+
+
 def _rows(sizes):
   for size in sizes:
     price = 20 * config.SIZES[size].parameters ** 2 * 1e-12
