@@ -50,3 +50,18 @@ def style(axes: Any) -> None:
   axes.set_axisbelow(True)
   for side in ("top", "right"):
     axes.spines[side].set_visible(False)
+
+
+def logarithmic(axes: Any) -> None:
+  """Losses over what they cost, both logarithmic, with ticks in plain digits.
+
+  Losses span a few percent, too little for the ticks of a logarithmic axis.
+  """
+  from matplotlib import ticker
+
+  axes.set_xscale("log")
+  axes.set_yscale("log")
+  axes.yaxis.set_major_locator(ticker.MaxNLocator(6))
+  for axis in (axes.xaxis, axes.yaxis):
+    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axis.set_minor_formatter(ticker.NullFormatter())

@@ -69,15 +69,9 @@ def draw_scaling(
       low = np.array([loss.low for loss in losses])
       high = np.array([loss.high for loss in losses])
       ax.fill_between(grid, low, high, color=style.colour, alpha=0.12, lw=0)
-  ax.set_xscale("log")
-  ax.set_yscale("log")
+  figures.logarithmic(ax)
   if grid[-1] / grid[0] < 100:
     ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-  # Losses span a few percent, too little for the ticks of a logarithmic axis.
-  ax.yaxis.set_major_locator(ticker.MaxNLocator(6))
-  for axis in (ax.xaxis, ax.yaxis):
-    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axis.set_minor_formatter(ticker.NullFormatter())
   ax.set_xlabel(f"PFLOP/s-days ({compute_lib.LABELS[counting]})")
   ax.set_ylabel("validation loss")
   figures.style(ax)

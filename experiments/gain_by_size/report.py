@@ -175,13 +175,8 @@ def figure(rows: Sequence[Row]) -> figure_lib.Figure:
           marker="o", markersize=3, label=figures.name_of(scheme),
           **figures.style_of(scheme),
         )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for formatted in (axes.xaxis, axes.yaxis):
-      formatted.set_major_formatter(ticker.FormatStrFormatter("%g"))
-      formatted.set_minor_formatter(ticker.NullFormatter())
+    figures.logarithmic(axes)
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_locator(ticker.MaxNLocator(6))
     axes.set_xlabel(
       f"{unit} of {', '.join(dict.fromkeys(r['device'] for r in rows))}"
       if "seconds" in price
