@@ -180,26 +180,6 @@ def _free_bytes(path: epath.PathLike) -> int | None:
   return shutil.disk_usage(folder).free
 
 
-def read_json(path: epath.PathLike) -> dict[str, Any]:
-  """The object in a JSON file.
-
-  Raises:
-    ValueError: the file holds no JSON object; says why in one line.
-  """
-  return parse_json(read(path))
-
-
-def parse_json(content: str | bytes) -> dict[str, Any]:
-  """The object in JSON; raises as `read_json` does."""
-  try:
-    values = json.loads(content)
-  except RecursionError as error:
-    raise ValueError("nested too deeply") from error
-  if not isinstance(values, dict):
-    raise ValueError(f"{type(values).__name__} in place of an object")
-  return values
-
-
 def is_name(value: Any) -> bool:
   """Whether a value is the printable name of a file, never a path."""
   return (

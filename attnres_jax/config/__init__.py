@@ -21,6 +21,7 @@ from attnres_jax.config.dicts import affects as affects
 from attnres_jax.config.dicts import difference_lines as difference_lines
 from attnres_jax.config.dicts import differences as differences
 from attnres_jax.config.dicts import flatten as flatten
+from attnres_jax.config.dicts import from_json as from_json
 from attnres_jax.config.dicts import to_dict as to_dict
 from attnres_jax.config.dicts import to_json as to_json
 from attnres_jax.config.errors import ConfigError as ConfigError

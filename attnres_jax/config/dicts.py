@@ -1,22 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs as dicts and JSON, and how two of them differ."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import json
 from typing import Any
 
+from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.config.run import RunConfig
 
 
-def to_dict(config: RunConfig) -> dict[str, Any]:
-  """Nested plain dict, ready for JSON."""
-  return dataclasses.asdict(config)
+def to_dict(config: fields.Checked) -> dict[str, Any]:
+  """Nested plain dict, ready for JSON, without fields that are None."""
+  without_none = lambda pairs: {k: v for k, v in pairs if v is not None}
+  return dataclasses.asdict(config, dict_factory=without_none)  # pyrefly: ignore
 
 
-def to_json(config: RunConfig) -> str:
+def to_json(config: fields.Checked) -> str:
+  """The content of a file that `from_json` accepts."""
   return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def from_json(
+  content: str | bytes, path: object, build: Callable[[Any], Any] = dict
+) -> Any:
+  """What `build`, such as `of_values` of a class, makes of an object in JSON.
+
+  Raises:
+    ConfigError: `PATH: key: got VALUE, expected ...`, with dots between the
+      keys of objects in objects.
+  """
+  try:
+    values = json.loads(content)
+    if not isinstance(values, dict):
+      raise ValueError(f"an object, not a {type(values).__name__}")
+  except (ValueError, RecursionError) as error:
+    text = errors.printable(f"{path}: expected JSON ({error})")
+    raise errors.ConfigError(text) from error
+  try:
+    return build(values)
+  except ValueError as error:
+    raise errors.ConfigError(errors.printable(f"{path}: {error}")) from error
 
 
 def affects(name: str) -> frozenset[str]:

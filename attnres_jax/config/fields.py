@@ -20,7 +20,7 @@ import operator
 import os
 import types
 import typing
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from attnres_jax.config import errors
 
@@ -134,6 +134,8 @@ class Checked:
   # Groups of fields that stand in each other's place: setting one by hand
   # undoes those of the other groups.
   alternatives = typing.cast(tuple[tuple[str, ...], ...], ())
+  # Whether objects of JSON may have further keys, which are left out.
+  others = False
 
   def __init_subclass__(cls, prefix: str = "", root: str = "config."):
     if prefix or root != "config.":  # Else that of its base.
@@ -150,6 +152,32 @@ class Checked:
     for name, kind in kinds(type(self)).items():
       value = accept(self._prefix + name, getattr(self, name), kind)
       object.__setattr__(self, name, value)
+
+  @classmethod
+  def of_values(cls, values: Mapping[str, Any], prefix: str = "") -> Self:
+    """An instance from the object of a JSON file, or a part of one.
+
+    Fields without a default have to be there.
+
+    Args:
+      values: by name of the field.
+      prefix: of names in errors.
+    """
+    declared = kinds(cls)
+    for field in dataclasses.fields(cls):  # pyrefly: ignore[bad-argument-type]
+      needed = field.default is field.default_factory is dataclasses.MISSING
+      if needed and field.name not in values:
+        raise errors.ConfigError(
+          f"{prefix}{field.name}: missing, expected"
+          f" {words(declared[field.name], bounds=True)}"
+        )
+    given = {}
+    for key, value in values.items():
+      if key in declared:
+        given[key] = accept(f"{prefix}{key}", value, declared[key])
+      elif not cls.others:
+        errors.check_in(f"{prefix}{key}", str(key), declared)
+    return cls(**given)
 
   def require(self, holds: Any, name: str, accepted: str) -> None:
     """Refuses the value of the field `name` unless `holds`."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import importlib.machinery
 import inspect
-import json
 import operator
 import os
 import pathlib
@@ -14,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from typing import Any, TypeVar
+from typing import Any
 
 from etils import epath
 import ml_collections
@@ -27,11 +26,9 @@ from attnres_jax.config.errors import choose
 from attnres_jax.config.errors import fail
 from attnres_jax.config.errors import running
 from attnres_jax.config.residual import ResidualConfig
-from attnres_jax.config.run import BYTE_VOCAB_SIZE
 from attnres_jax.config.run import RunConfig
 from attnres_jax.config.schemes import SCHEMES
 
-T = TypeVar("T")
 # What stands for the folder of configs, and that folder: a link in a clone.
 _INSTALLED = "attnres_jax"
 _RESIDUAL = "model.residual."
@@ -107,11 +104,7 @@ def build_run_config(config: Mapping[str, Any]) -> RunConfig:
   """
   if isinstance(config, ml_collections.ConfigDict):
     config = config.to_dict()
-  # Older runs have a part `log`, of loggers.
-  run = _build(RunConfig, {k: config[k] for k in config if k != "log"}, "")
-  if run.data.tokenizer == "bytes":
-    run = run.with_vocab_size(BYTE_VOCAB_SIZE)
-  return run
+  return RunConfig.of_values(config)
 
 
 def residual_config(
@@ -140,7 +133,7 @@ def residual_config(
     if value != default and "execution" not in effects:
       expected = f"{default!r} with {_RESIDUAL}name={name!r}"
       fail(_RESIDUAL + option, value, expected)
-  return _build(cls, {"name": name} | taken, _RESIDUAL)
+  return cls(name=name, **taken)
 
 
 def under(residual: ResidualConfig, name: str) -> ResidualConfig:
@@ -361,11 +354,9 @@ def _read_json(path: str, arg: str) -> dict[str, Any]:
     file = epath.Path(path)
     if not file.is_file():  # Nor a device, which has no end.
       raise ConfigError(f"config file {path!r}: not found")
-    values = json.loads(file.read_bytes())
-    if not isinstance(values, dict):
-      raise ConfigError(f"config file {path!r}: holds no JSON object")
-    # A run's plan, as its mesh, is part of it.
-    return dicts.to_dict(build_run_config(values))
+    content = file.read_bytes()
+  # A run's plan, as its mesh, is part of it.
+  return dicts.to_dict(dicts.from_json(content, path, RunConfig.of_values))
 
 
 def _call(get_config: Any, arg: str) -> Any:
@@ -377,20 +368,6 @@ def _call(get_config: Any, arg: str) -> Any:
       raise ConfigError(f"got {arg!r}, get_config takes no argument") from None
     return get_config()
   return get_config(arg)
-
-
-def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
-  kinds = fields_lib.kinds(cls)
-  given = {}
-  for name, value in values.items():
-    kind = choose(f"{prefix}{name}", str(name), kinds)
-    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-      if kind is ResidualConfig:
-        value = residual_config(**value)
-      else:
-        value = _build(kind, value, f"{prefix}{name}.")
-    given[name] = value
-  return cls(**given)
 
 
 def _set(config: ml_collections.ConfigDict, name: str, value: Any) -> None:

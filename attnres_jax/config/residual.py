@@ -6,6 +6,7 @@ A scheme with options has a subclass of `ResidualConfig` in its file
 scheme has them and configs do without JAX.
 """
 
+from collections.abc import Mapping
 import dataclasses
 import typing
 from typing import Any, Literal
@@ -130,6 +131,13 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
       "num_blocks",
       f"0 when block_size is given (block_size is {self.block_size})",
     )
+
+  @classmethod
+  def of_values(cls, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """Options, of the class of the scheme that they name."""
+    from attnres_jax.config import load
+
+    return load.residual_config(**values)
 
   if typing.TYPE_CHECKING:  # A scheme knows the class of its options.
 

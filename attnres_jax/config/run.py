@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of a run except its network: data, loss, optimiser, disk."""
 
+from collections.abc import Mapping
 import dataclasses
 import math
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from attnres_jax.config import errors
 from attnres_jax.config import fields
@@ -389,12 +390,23 @@ class RunConfig(fields.Checked):
       accepted = f"'float32' with {why}"
       self.model.require(is_wide or not prevents, "parameter_dtype", accepted)
 
+  @classmethod
+  def of_values(
+    cls, values: Mapping[str, Any], prefix: str = "config."
+  ) -> Self:
+    """The run that config.json describes."""
+    # Older runs have a part `log`, of loggers.
+    described = {name: values[name] for name in values if name != "log"}
+    run = super().of_values(described, prefix)
+    is_bytes = run.data.tokenizer == "bytes"
+    return run.with_vocab_size(BYTE_VOCAB_SIZE) if is_bytes else run
+
   @property
   def stages(self) -> int:
     """Ranks of a pipeline; 0 if a plan will say."""
     return self.mesh.stage if self.optim.accumulate_steps else 0
 
-  def with_vocab_size(self, vocab_size: int) -> "RunConfig":
+  def with_vocab_size(self, vocab_size: int) -> Self:
     """This run with the tokenizer's vocabulary size filled in.
 
     Raises:

@@ -30,7 +30,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax.common import files
+from attnres_jax.common import records
 from attnres_jax.config import fields
 from attnres_jax.data import tokenizer as tokenizer_lib
 
@@ -309,14 +309,7 @@ class _Described:
 
   def _read(self, name: str) -> dict[str, Any]:
     path = self._folder / name
-    if not path.exists():
-      return {}
-    try:
-      return files.read_json(path)
-    except ValueError as error:
-      raise config_lib.ConfigError(
-        f"{path}: expected a JSON object ({error})"
-      ) from error
+    return records.read_object(path) if path.exists() else {}
 
 
 def _content(token: Any) -> Any:

@@ -36,6 +36,7 @@ from etils import epath
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import files
+from attnres_jax.common import records
 from attnres_jax.config import errors
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def write(
   summary = run_folder.finished_summary(workdir)
   if summary is None:
     config_lib.fail_argument("--workdir", str(workdir), "a finished run")
-  data = files.read_json(workdir / run_folder.DATA)
+  data = records.read_object(workdir / run_folder.DATA)
   rows = metrics.read_rows(workdir)
   start = next(r for r in rows if r.get("event") == "start")
   origin = {

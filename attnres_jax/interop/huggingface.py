@@ -22,6 +22,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import files
+from attnres_jax.common import records
 from attnres_jax.common import sharding
 from attnres_jax.common import trees
 from attnres_jax.interop import config_table
@@ -77,10 +78,7 @@ def read(folder: str | os.PathLike) -> Source:
   where = str(folder / CONFIG)
   if not (folder / CONFIG).is_file():
     config_lib.fail_argument("--path", str(folder), f"a folder with {CONFIG}")
-  try:
-    values = files.read_json(folder / CONFIG)
-  except ValueError as error:
-    raise tensor_files.TensorFileError(f"{where}: {error}") from error
+  values = records.read_object(folder / CONFIG)
   name, family = families.of_config_json(values, where)
   config = family.read_config(values, where)
   tensors = _renamed(family, tensor_files.open_folder(folder))

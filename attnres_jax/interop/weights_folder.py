@@ -97,7 +97,7 @@ def continued(file: str, arg: str | None = None) -> ml_collections.ConfigDict:
   """The config of a run that trains on from the folder of `file`."""
   config_lib.parse_arg(arg)
   folder = pathlib.Path(file).absolute().parent
-  run = config_lib.build_run_config(files.read_json(folder / run_folder.CONFIG))
+  run = records.read(folder / run_folder.CONFIG, config_lib.RunConfig)
   config = ml_collections.ConfigDict(config_lib.to_dict(run))
   config.name = f"{run.name}_continued"
   config.train.start_from = str(folder)
@@ -134,7 +134,7 @@ def origin(
       folder = folder.parent.parent
     described = folder / run_folder.CONFIG
     if described.exists():
-      config = config_lib.build_run_config(files.read_json(described))
+      config = records.read(described, config_lib.RunConfig)
   return {}, {}
 
 
@@ -181,4 +181,4 @@ def _read_facts(folder: epath.Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     config_lib.fail_argument(
       "--workdir", str(folder), f"a folder with a readable {FACTS} ({error})"
     )
-  return records.to_values(facts), contents
+  return config_lib.to_dict(facts), contents

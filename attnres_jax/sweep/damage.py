@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a sweep that cannot be read, named by path and line.
+"""Files of a sweep that cannot be read, named by path.
 
 Damage concerns one run: readers of a folder report it for that run and continue
 with the others.
@@ -7,7 +7,6 @@ with the others.
 
 from collections.abc import Iterator
 import contextlib
-import json
 
 from etils import epath
 
@@ -18,7 +17,7 @@ from attnres_jax.common import stores
 
 
 class DamagedError(config_lib.ConfigError):
-  """A file that was changed or cut; the message begins with PATH:LINE."""
+  """A file that was changed or cut; the message begins with PATH."""
 
 
 def read(path: epath.PathLike, cls: type[records.R]) -> records.R:
@@ -39,15 +38,12 @@ def of_file(path: epath.PathLike) -> Iterator[None]:
     yield
   except (DamagedError, FileNotFoundError, stores.AccessError):
     raise
-  except json.JSONDecodeError as error:
-    raise DamagedError(f"{path}:{error.lineno}: {error.msg}") from error
   except OSError as error:
     if files.is_remote(path):
       raise  # The store fails; the file may be as it should be.
     raise DamagedError(f"{path}: {error.strerror or error}") from error
   except (
-    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-    ValueError,
+    ArithmeticError, AttributeError, LookupError, TypeError, ValueError,
   ) as error:  # fmt: skip
     text = " ".join(str(error).split()) or type(error).__name__
     where = "" if text.startswith(f"{path}:") else f"{path}:1: "

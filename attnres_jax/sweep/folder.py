@@ -119,7 +119,8 @@ def prepare(
         raise config_lib.ConfigError("\n".join(lines))
       run = dataclasses.replace(run, name=old.name)
     prepared.append(run)
-  texts = {_named(folder, run.name): records.to_json(run) for run in prepared}
+  to_json = config_lib.to_json
+  texts = {_named(folder, run.name): to_json(run) for run in prepared}
   # A refused launch writes nothing.
   for name in texts:
     with contextlib.suppress(OSError):
@@ -145,7 +146,8 @@ def prepare(
   ]
   records.write(folder / SWEEP, Index(tuple(order), source))
   # As read from the files, where tuples are lists.
-  return [records.parse(t, grid.Run, RUN) for t in texts.values()]
+  of_values = grid.Run.of_values
+  return [config_lib.from_json(t, RUN, of_values) for t in texts.values()]
 
 
 def names(folder: epath.PathLike) -> list[str]:

@@ -146,7 +146,7 @@ def _damage_of(folder: epath.Path, name: str, sums: Sums, number: int) -> str:
   path, digests = folder / name, [*sums.xxh3][number : number + 1]
   try:
     if name == _METADATA:
-      actual = [_digest_of(files.read_json(path).get(_INFO))]
+      actual = [_digest_of(records.read_object(path).get(_INFO))]
     elif (size := path.stat().length) != sums.bytes:
       return f"{name}: {size} bytes instead of {sums.bytes}"
     else:
@@ -173,7 +173,7 @@ def _block_digest(path: epath.Path, number: int) -> str:
 
 
 def _digest_of_sums(sums: Mapping[str, Sums]) -> str:
-  return _digest_of({name: records.to_values(s) for name, s in sums.items()})
+  return _digest_of({name: config_lib.to_dict(s) for name, s in sums.items()})
 
 
 def _digest_of(values: Any) -> str:

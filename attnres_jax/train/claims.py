@@ -351,9 +351,9 @@ def _read(path: epath.Path) -> Holder | None:
   except FileNotFoundError:
     return None
   with contextlib.suppress(config_lib.ConfigError):
-    return records.parse(content, Holder, path)
+    return config_lib.from_json(content, path, Holder.of_values)
   return None
 
 
 def _bytes(holder: Holder) -> bytes:
-  return json.dumps(records.to_values(holder)).encode()
+  return json.dumps(config_lib.to_dict(holder)).encode()

@@ -21,6 +21,8 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
+from attnres_jax.common import records
+from attnres_jax.config import fields
 from attnres_jax.train import console as console_lib
 
 Row = Mapping[str, Any]
@@ -118,18 +120,11 @@ def read_rows(
   rows = []
   for number, line in complete:
     try:
-      rows.append(_parse(line))
-    except ValueError as error:
+      rows.append(_parse(line, f"{path}:{number}"))
+    except MetricsError:
       if not lenient:
-        raise _damaged(f"{path}:{number}", error) from error
+        raise
   return [row for row in rows if split in (None, row["split"])]
-
-
-def _damaged(where: object, error: ValueError) -> MetricsError:
-  return MetricsError(
-    f"{where}: not a row of metrics ({error}); restore the file, or remove"
-    " this line to do without it"
-  )
 
 
 def last_rows(workdir: epath.PathLike) -> dict[str, dict[str, Any]]:
@@ -148,12 +143,8 @@ def last_rows(workdir: epath.PathLike) -> dict[str, dict[str, Any]]:
   cut = len(end) == _END_BYTES
   newest = {}
   for number, line in enumerate(lines[cut:], start=1):
-    try:
-      row = _parse(line)
-    except ValueError as error:
-      # Lines of a long file are not counted.
-      where = path if cut else f"{path}:{number}"
-      raise _damaged(where, error) from error
+    # Lines of a long file are not counted.
+    row = _parse(line, path if cut else f"{path}:{number}")
     newest[row["split"]] = row
   return newest
 
@@ -195,8 +186,8 @@ def read_tail(workdir: epath.PathLike, step: int) -> Tail:
     # What comes first is part of a line, unless it is the start of the file.
     while last_step is None and len(lines) > (start > 0):
       try:
-        row = _parse(lines[-1])
-      except ValueError:
+        row = _parse(lines[-1], path)
+      except MetricsError:
         clean = False
         lines.pop()
         continue
@@ -279,18 +270,29 @@ def _dump(row: Row) -> str:
   return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Place(records.Record):
+  """Keys that all rows have."""
+
+  others = True
+  step: fields.Count
+  split: str
+
+
+def _parse(line: bytes, where: object) -> dict[str, Any]:
   """The row on a line.
 
   Raises:
-    ValueError: the line is not a row.
+    MetricsError: the line is not a row.
   """
   try:
-    row = json.loads(line)
-  except RecursionError as error:
-    raise ValueError("nested too deeply") from error
-  if not isinstance(row, dict):
-    raise ValueError("no object")
-  if type(row.get("step")) is not int or type(row.get("split")) is not str:
-    raise ValueError("without step or split")
+    return config_lib.from_json(line, where, _checked)
+  except config_lib.ConfigError as error:
+    raise MetricsError(
+      f"{error}; restore the file, or remove this line to do without it"
+    ) from error
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+  Place.of_values(row)
   return row

@@ -112,8 +112,8 @@ def refuse_changes(
   info = checkpoint.newest_info(workdir)
   if info is None and finished_summary(workdir):
     with contextlib.suppress(FileNotFoundError, ValueError):
-      was = config_lib.build_run_config(files.read_json(workdir / CONFIG))
-      text = fingerprints(files.read_json(workdir / DATA))
+      was = records.read(workdir / CONFIG, config_lib.RunConfig)
+      text = fingerprints(records.read_object(workdir / DATA))
       info = {"config": config_lib.to_dict(was), "fingerprints": text}
   if info is None or "config" not in info:  # Damaged, or not ours.
     return
@@ -171,8 +171,8 @@ def info(
 def is_described(workdir: epath.Path) -> bool:
   """Whether config.json and data.json can be read, or nothing can mend them."""
   try:
-    config_lib.build_run_config(files.read_json(workdir / CONFIG))
-    Text.of_values(files.read_json(workdir / DATA))
+    records.read(workdir / CONFIG, config_lib.RunConfig)
+    records.read(workdir / DATA, Text)
   except (OSError, ValueError):
     return not checkpoint.all_steps(workdir)
   return True
@@ -182,9 +182,7 @@ def harmful(
   old: config_lib.RunConfig, new: config_lib.RunConfig
 ) -> dict[str, tuple[Any, Any]]:
   """Fields in which two runs differ that should compute the same."""
-  # As JSON, in which tuples and lists are the same.
-  texts = (json.loads(config_lib.to_json(config)) for config in (old, new))
-  pairs = config_lib.differences(*texts)
+  pairs = config_lib.differences(*map(config_lib.to_dict, (old, new)))
   return {name: pair for name, pair in pairs.items() if not is_harmless(name)}
 
 
@@ -198,7 +196,7 @@ def finished_summary(
 ) -> dict[str, Any] | None:
   """The summary of a finished run of at least so many steps, or None."""
   try:
-    summary = files.read_json(workdir / SUMMARY)
+    summary = records.read_object(workdir / SUMMARY)
     return summary if Summary.of_values(summary).step >= steps else None
   except (OSError, ValueError):
     return None
@@ -214,7 +212,7 @@ def open_run(
   """Writes the description of the run, and opens its metrics."""
   primary = processes.is_first()
   if primary:
-    files.write(workdir / CONFIG, config_lib.to_json(config))
+    records.write(workdir / CONFIG, config)
     files.write(workdir / DATA, json.dumps(descriptions, indent=2) + "\n")
     (workdir / SUMMARY).unlink(missing_ok=True)
   return metrics_lib.make_writer(
@@ -240,7 +238,7 @@ def write_network(
   saving = config_lib.CheckpointConfig(asynchronous=False)
   with saves.Saver(folder, saving) as saver:
     saver.save(0, {"model": model}, info)
-  files.write(folder / CONFIG, config_lib.to_json(config))
+  records.write(folder / CONFIG, config)
   count = sum(leaf.size for leaf in jax.tree.leaves(model))
   outcome = dict(name=config.name, status="finished", step=0, parameters=count)
   files.write(folder / SUMMARY, json.dumps(outcome, indent=2) + "\n")

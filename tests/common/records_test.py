@@ -25,6 +25,7 @@ from attnres_jax.sweep import folder
 from attnres_jax.sweep import state
 from attnres_jax.train import checksums
 from attnres_jax.train import claims
+from attnres_jax.train import metrics
 from attnres_jax.train import run_folder
 
 SPLIT = {"documents": 1, "bytes": 9, "tokens": 12, "files": ["x.bin"]}
@@ -63,6 +64,10 @@ FILES = {
   run_folder.Text: {
     "train": {"fingerprint": "ab"}, "validation": {"fingerprint": "cd"}
   },
+  config_lib.RunConfig: json.loads(
+    config_lib.to_json(config_lib.RunConfig.of_values({}))
+  ),
+  metrics.Place: {"step": 3, "split": "train"},
   checksums.Listing: {
     "files": {
       "model/x": {"xxh3": ["ab"], "bytes": 3},
@@ -71,6 +76,9 @@ FILES = {
     "xxh3": "ef",
   },
 }  # fmt: skip
+DEFAULTS = config_lib.flatten(FILES[config_lib.RunConfig])
+# Classes whose files may be empty objects.
+NOTHING_NEEDED = {state.State, weights_folder.Facts, config_lib.RunConfig}
 # Of others.
 _PARTS = {token_files.Split, checksums.Sums, run_folder.SplitOfText}
 VALUES = st.sampled_from(
@@ -92,7 +100,8 @@ def test_all_classes_are_here():
     return {cls}.union(*map(below, cls.__subclasses__()))
 
   ours = {c for c in below(records.Record) if c.__module__[:5] != "tests"}
-  assert ours - {records.Record} == {*FILES, *_PARTS}
+  ours = ours - {records.Record} | {config_lib.RunConfig}
+  assert ours == {*FILES, *_PARTS}
 
 
 def _places(values, keys=()):
@@ -130,18 +139,22 @@ def test_any_value_in_any_place(cls, data):
     where[key] = value
   text = json.dumps(values)
   try:
-    record = records.parse(text, cls, "a.json")
+    record = config_lib.from_json(text, "a.json", cls.of_values)
   except config_lib.ConfigError as error:
     message = str(error)
     assert message.isprintable() and message.startswith("a.json: ")
     told = message.removeprefix("a.json: ").partition(": ")[0]
     named = ".".join([*parents, key])
+    if cls is config_lib.RunConfig:
+      told = told.removeprefix("config.")
+      named = told if told in DEFAULTS else named  # A rule of two parts.
     # The key, or one inside of its value or, of a rule of two keys, around it.
     assert told.startswith(named) or named.startswith(told), message
     assert "expected" in message
     return
-  text = records.to_json(record)
-  assert records.to_json(records.parse(text, cls, "a.json")) == text
+  text = config_lib.to_json(record)
+  again = config_lib.from_json(text, "a.json", cls.of_values)
+  assert config_lib.to_json(again) == text
 
 
 # Values of the right type that mean nothing, or lead elsewhere.
@@ -181,6 +194,11 @@ BAD = {
     "status": ("stopped", None), "step": _COUNTS, "validation_loss": (-1, "2"),
   },
   run_folder.Text: {"train": ([], {}, {"fingerprint": None})},
+  config_lib.RunConfig: {
+    "model": ([], {"width": "3"}, {"width": 0}, {"residual": {"name": "x"}}),
+    "seed": (-1, 2**32), "modle": ({},),
+  },
+  metrics.Place: {"step": _COUNTS, "split": (None, 3)},
   checksums.Listing: {
     "files": (
       [], {"a": ["0"]}, {"a": {"bytes": "3", "xxh3": ["0"]}},
@@ -198,7 +216,7 @@ BAD = {
 def test_a_value_that_means_nothing(cls, key, value):
   text = json.dumps(FILES[cls] | {key: value})
   with pytest.raises(config_lib.ConfigError, match=f"^a.json: .*{key}"):
-    records.parse(text, cls, "a.json")
+    config_lib.from_json(text, "a.json", cls.of_values)
 
 
 @pytest.mark.parametrize("cls", FILES)
@@ -214,8 +232,13 @@ def test_what_is_no_file_of_a_class(cls, content, tmp_path):
       records.read(path, cls)
     assert str(error.value).startswith(f"{path}:")
     assert str(error.value).isprintable()
-  elif cls in (state.State, weights_folder.Facts):  # Nothing has to be there.
-    assert records.parse("{}", cls, path) == cls()
+  elif content == "{}" and cls in NOTHING_NEEDED:
+    assert records.read(path, cls) == cls.of_values({})
+  elif cls in NOTHING_NEEDED - {weights_folder.Facts}:
+    with pytest.raises(config_lib.ConfigError, match="a: got 'a', expected"):
+      records.read(path, cls)
+  elif cls is weights_folder.Facts:
+    assert records.read(path, cls) == cls()
   else:
     with pytest.raises(config_lib.ConfigError, match=": missing, expected"):
       records.read(path, cls)

