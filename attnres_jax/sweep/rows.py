@@ -5,7 +5,7 @@ One row per finished run, with everything that a fit or a table needs, so that
 results can be committed and read without the folder they come from.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 import functools
 import itertools
 from typing import Any
@@ -147,23 +147,33 @@ def counts(
   return flops.flops_per_token(model, length), architecture.count(model)
 
 
-def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
+def by_scheme(
+  rows: Iterable[Row],
+  counting: str,
+  column: str = "residual",
+  size: Callable[[Row], Hashable] | None = None,
+) -> dict[str, fit_lib.Runs]:
   """Rows in the form of `scaling.fit`.
 
-  A size is the overrides except scheme, seeds and optimizer, and so the same
-  for all schemes, whose parameters and learning rates may differ.
+  Args:
+    rows: of results.
+    counting: of compute.
+    column: what tells schemes apart.
+    size: of a row; by default the overrides except scheme, seeds and optimizer,
+      and so the same for all schemes, whose parameters and learning rates may
+      differ.
 
   Raises:
     ConfigError: a loss is no positive number.
   """
   groups: dict[str, list[Row]] = {}
   for row in rows:
-    groups.setdefault(row["residual"], []).append(row)
+    groups.setdefault(row[column], []).append(row)
   return {
     scheme: fit_lib.Runs(
       compute=[float(row[f"compute_{counting}"]) for row in several],
       loss=list(map(fit_lib.loss_of, several)),
-      size=tuple(map(_size, several)),
+      size=tuple(map(size or _size, several)),
       seed=tuple(int(row["seed"]) for row in several),
     )
     for scheme, several in groups.items()

@@ -6,7 +6,7 @@ import sys
 from attnres_jax.sweep import cli
 from experiments.pages import sweep
 
-EXPERIMENT, PUBLISHED = sweep.experiment(__file__, __doc__)
+EXPERIMENT = sweep.experiment(__file__, __doc__)
 
 if __name__ == "__main__":
   sys.exit(cli.main(EXPERIMENT))

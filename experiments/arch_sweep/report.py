@@ -2,15 +2,14 @@
 """Results of the runs of configs/arch_sweep.py: Fig. 7 and differences."""
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any
 
-from etils import epath
 from matplotlib import figure as figure_lib
-import numpy as np
+import pandas as pd
 
 from attnres_jax.analysis import figures
 from attnres_jax.scaling import plots
-from attnres_jax.sweep import monitor
 from attnres_jax.sweep.pages import losses as losses_lib
 from attnres_jax.sweep.pages import page
 from attnres_jax.sweep.pages import svg
@@ -22,12 +21,6 @@ BASELINE, OTHER = "prenorm", "full_attnres"
 Row = Mapping[str, Any]
 
 
-def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
-  """The page of the sweep."""
-  title = "Loss over the shape of the network"
-  return sweep_page.render(folder, progress, title, _answer)
-
-
 def results(rows: Sequence[Row]) -> str:
   """Markdown for the README."""
   return readme.text(table(rows), gains(rows), readme.origin(rows, runs=True))
@@ -35,64 +28,56 @@ def results(rows: Sequence[Row]) -> str:
 
 def figure(rows: Sequence[Row]) -> figure_lib.Figure:
   """Fig. 7, a heatmap per scheme."""
-  rhos, etas, losses = heatmaps(rows)
-  return plots.figure_7(losses, widths_per_layer=rhos, heads_per_layer=etas)
+  losses = means(rows)
+  rhos, etas = losses.index.levels
+  return plots.figure_7(
+    {scheme: losses[scheme].unstack().to_numpy() for scheme in losses},
+    widths_per_layer=rhos.tolist(), heads_per_layer=etas.tolist(),
+  )  # fmt: skip
 
 
-def heatmaps(
-  rows: Sequence[Row],
-) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
-  """Every rho, every eta, and losses of each scheme.
+def means(rows: Sequence[Row]) -> losses_lib.Frame:
+  """Losses of every rho and eta, a column per scheme: means over seeds.
 
-  Losses are [rhos, etas], means over seeds; NaN if no run is done.
+  NaN if no run is done.
   """
   rows = [row for row in rows if {"rho", "eta"} <= row.keys()]
   if not rows:
-    return [], [], {}
+    return pd.DataFrame()
   runs = losses_lib.frame(rows).astype({"rho": float, "eta": float})
-  rhos, etas = (sorted(runs[name].unique()) for name in ("rho", "eta"))
-  losses = {
-    scheme: arm.pivot_table("loss", "rho", "eta").reindex(rhos, columns=etas)
-    for scheme, arm in runs.groupby("residual", sort=False)
-  }
-  return rhos, etas, {name: cells.to_numpy() for name, cells in losses.items()}
+  losses = runs.pivot_table("loss", ["rho", "eta"], "residual", dropna=False)
+  return losses[runs["residual"].unique()]
 
 
 def table(rows: Sequence[Row]) -> page.Table:
   """A line per shape, the best of each scheme in bold."""
-  rhos, etas, losses = heatmaps(rows)
-  apart = _differences(losses)
-  lines = []
-  for cell in np.ndindex(len(rhos), len(etas)):
-    cells = [f"{rhos[cell[0]]:g}", f"{etas[cell[1]]:g}"]
-    for grid in losses.values():
-      text = f"{grid[cell]:.4f}" if np.isfinite(grid[cell]) else ""
-      best = grid[cell] == np.nanmin(grid)
-      cells.append(f"**{text}**" if best else text)
-    is_finite = np.isfinite(apart[cell])
-    lines.append([*cells, page.signed(apart[cell]) if is_finite else ""])
-  names = [figures.name_of(scheme) for scheme in losses]
+  losses = means(rows)
+  columns = [losses_lib.bold(losses[s], losses[s].idxmin()) for s in losses]
+  apart = _differences(losses).map(page.signed, na_action="ignore").fillna("")
+  lines = [
+    [f"{rho:g}", f"{eta:g}", *cells]
+    for (rho, eta), *cells in zip(losses.index, *columns, apart)
+  ]
+  names = map(figures.name_of, losses)
   return page.Table(["rho", "eta", *names, "difference"], lines)
 
 
 def gains(rows: Sequence[Row]) -> str:
   """The extremes of the differences, in words."""
-  apart = _differences(heatmaps(rows)[2])
-  finite = apart[np.isfinite(apart)]
-  if not finite.size:
+  apart = _differences(means(rows)).dropna()
+  if apart.empty:
     return "No shape has been trained with both schemes yet."
   return (
-    f"{figures.name_of(OTHER)} is lower in {int(np.sum(finite < 0))} of"
-    f" {finite.size} shapes; differences are {page.signed(finite.min())} to"
-    f" {page.signed(finite.max())} nats."
+    f"{figures.name_of(OTHER)} is lower in {(apart < 0).sum()} of"
+    f" {len(apart)} shapes; differences are {page.signed(apart.min())} to"
+    f" {page.signed(apart.max())} nats."
   )
 
 
-def _differences(losses: Mapping[str, np.ndarray]) -> np.ndarray:
+def _differences(losses: losses_lib.Frame) -> Any:
   """Differences from the baseline; NaN if one of the two is missing."""
-  if {BASELINE, OTHER} <= losses.keys():
-    return losses[OTHER] - losses[BASELINE]
-  return np.full(next(iter(losses.values()), np.zeros((0, 0))).shape, np.nan)
+  both = losses.reindex(columns=[OTHER, BASELINE])
+  return both[OTHER] - both[BASELINE]
 
 
 def _answer(rows: Sequence[Row]) -> page.Html:
@@ -114,3 +99,14 @@ def _answer(rows: Sequence[Row]) -> page.Html:
     gains=gains(rows),
     table=table(rows).html(),
   )
+
+
+PUBLISHED = readme.Published(
+  __file__,
+  [readme.Part(results), readme.Part(figure, document="heatmaps.svg")],
+  functools.partial(
+    sweep_page.render,
+    title="Loss over the shape of the network",
+    answer=_answer,
+  ),
+)

@@ -11,18 +11,9 @@ See the README beside this file.
 import sys
 
 from attnres_jax.sweep import cli
-from experiments.arch_sweep import report
-from experiments.pages import readme
 from experiments.pages import sweep
 
-EXPERIMENT, PUBLISHED = sweep.experiment(
-  __file__,
-  __doc__,
-  config="configs/arch_sweep.py",
-  render=report.render,
-  places=[readme.Place(report.results)],
-  figures={"heatmaps.svg": report.figure},
-)
+EXPERIMENT = sweep.experiment(__file__, __doc__, config="configs/arch_sweep.py")
 
 if __name__ == "__main__":
   sys.exit(cli.main(EXPERIMENT))

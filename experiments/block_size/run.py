@@ -6,21 +6,12 @@
 See the README beside this file.
 """
 
-import functools
 import sys
 
 from attnres_jax.sweep import cli
-from experiments.block_size import config
-from experiments.pages import readme
-from experiments.pages import variants
+from experiments.pages import sweep
 
-_DEEP = [
-  readme.Place(functools.partial(variants.results, config.DEEP), name, name)
-  for name in ("deep", "hot")
-]
-EXPERIMENT, PUBLISHED = variants.experiment(
-  __file__, __doc__, config.STUDY, places=_DEEP
-)
+EXPERIMENT = sweep.experiment(__file__, __doc__)
 
 if __name__ == "__main__":
   sys.exit(cli.main(EXPERIMENT))

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of `cost`, from its rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import functools
+from typing import Any
 
 from attnres_jax.analysis import figures
 from attnres_jax.pipeline import __main__ as pipeline
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.sweep.pages import page
 from experiments.cost import networks
-from experiments.pages import readme as readme_lib
+from experiments.pages import readme
 
 Row = Mapping[str, str]
 
@@ -36,7 +37,6 @@ _WORDS = {
   "stream_dtype=bfloat16": "streams in bfloat16",
   "value_query=True": "a query of its own for each mixer's values",
 }
-_SHOWN = ("GB", "ms", "peak_GiB")
 
 
 def key(row: Row) -> tuple[str, ...]:
@@ -76,12 +76,12 @@ def timed(rows: Sequence[Row], programs: Mapping[str, str]) -> str:
   ]
   lines: dict[tuple[str, ...], dict[str, str]] = {}
   for row in shown:
-    where = row["network"], row["batch"], row["tokens"], label(row["arm"])
+    where = row["network"], row["batch"], row["tokens"], _arm(row)
     cells = lines.setdefault(where, dict.fromkeys(programs, ""))
     cells[row["program"]] = _cell(row)
   header = ("network", "rows", "tokens", "arm", *programs.values())
   table = [[*where, *cells.values()] for where, cells in lines.items()]
-  return _text(header, table, shown)
+  return readme.text(page.Table(header, table), readme.origin(shown))
 
 
 def compiled(rows: Sequence[Row], programs: Sequence[str]) -> str:
@@ -89,23 +89,19 @@ def compiled(rows: Sequence[Row], programs: Sequence[str]) -> str:
   shown = _compiled(rows, *programs)
   base = {_where(row): row for row in shown if row["arm"] == "prenorm"}
   serves = any(row["least_GB"] for row in shown)
-  lines = []
-  for row in shown:
-    name = row["program"] if serves else describe(row["network"])
-    where = [name, row["place"], row["batch"], row["tokens"]]
-    cells = [_over(row, base.get(_where(row)), name) for name in _SHOWN]
-    if serves:
-      cells[1:1] = [row["least_GB"]]
-      cells.append(_share(row))
-    lines.append([*where, label(row["arm"]), *cells])
-  header = [
-    "program" if serves else "network", "chip", "rows", "tokens", "arm",
-    "GB (ratio)", "estimate, ms (ratio)", "peak, GiB (ratio)",
-  ]  # fmt: skip
-  if serves:
-    header[6:6] = ["least GB"]
-    header.append("depth reads")
-  return _text(header, lines, shown)
+
+  def over(name):
+    return lambda row: _over(row, base.get(_where(row)), name)
+
+  columns = {
+    "program": lambda row: row["program"] * serves,
+    "network": lambda row: "" if serves else describe(row["network"]),
+    "chip": "place", "rows": "batch", "tokens": "tokens", "arm": _arm,
+    "GB (ratio)": over("GB"), "least GB": "least_GB",
+    "estimate, ms (ratio)": over("ms"), "peak, GiB (ratio)": over("peak_GiB"),
+    "depth reads": lambda row: _share(row) * serves,
+  }  # fmt: skip
+  return _text(shown, columns)
 
 
 def latency(rows: Sequence[Row]) -> str:
@@ -116,7 +112,7 @@ def latency(rows: Sequence[Row]) -> str:
   for row in shown:
     # A baseline may be missing, or not fit.
     if row["arm"] != "prenorm" and row["least_GB"] and _where(row) in base:
-      where = row["program"], row["place"], label(row["arm"])
+      where = row["program"], row["place"], _arm(row)
       groups.setdefault(where, []).append(row)
   lines = [
     [
@@ -131,99 +127,74 @@ def latency(rows: Sequence[Row]) -> str:
     for where, group in groups.items()
   ]  # fmt: skip
   header = ("step", "chip", "scheme", "bytes", "estimate", "depth reads, most")
-  return _text(header, lines, shown)
+  return readme.text(page.Table(header, lines), readme.origin(shown))
 
 
 def prompts(rows: Sequence[Row]) -> str:
   """Memory of long prompts, and their collectives of activations."""
-  shown = [row for row in rows if row["blocks_GB"]]
-  columns = (
-    "network", "arm", "place", "tokens", "cached", "blocks_GB", "temporary_GB",
-    "collectives",
-  )  # fmt: skip
-  lines = [[{**row, "arm": label(row["arm"])}[name] for name in columns]
-           for row in shown]  # fmt: skip
-  header = (
-    "network", "scheme", "devices", "tokens at once", "before them",
-    "blocks, GB", "all temporaries, GB", "collectives",
-  )  # fmt: skip
-  return _text(header, lines, shown)
+  columns = {
+    "network": "network", "scheme": _arm, "devices": "place",
+    "tokens at once": "tokens", "before them": "cached",
+    "blocks, GB": "blocks_GB", "all temporaries, GB": "temporary_GB",
+    "collectives": "collectives",
+  }  # fmt: skip
+  return _text([row for row in rows if row["blocks_GB"]], columns)
 
 
 def experts(rows: Sequence[Row]) -> str:
   """Routed experts: what a device moves over both minima, and sends."""
-  shown = [row for row in rows if row["program"] == "experts"]
-  lines = [
-    [
-      describe(row["network"]), row["place"], row["mesh"],
-      row["device_tokens"] or str(int(row["batch"]) * int(row["tokens"])),
-      row["GB"], _times(row, "least_GB"), _times(row, "fused_GB"),
-      row["sent_GB"], row["allocated_GiB"],
-      f"{float(row['seconds']) * 1e3:.0f}" if row["seconds"] else "",
-    ]
-    for row in shown
-  ]  # fmt: skip
-  header = (
-    "network", "chips", "data x fsdp x expert", "tokens of a device", "GB",
-    "least GB (ratio)", "fused, least GB (ratio)", "GB sent",
-    "allocated, GiB", "ms",
-  )  # fmt: skip
-  return _text(header, lines, shown)
+  columns = {
+    "network": lambda row: describe(row["network"]), "chips": "place",
+    "data x fsdp x expert": "mesh",
+    "tokens of a device": lambda row: (
+      row["device_tokens"] or int(row["batch"]) * int(row["tokens"])
+    ),
+    "GB": "GB",
+    "least GB (ratio)": lambda row: _times(row, "least_GB"),
+    "fused, least GB (ratio)": lambda row: _times(row, "fused_GB"),
+    "GB sent": "sent_GB", "allocated, GiB": "allocated_GiB",
+    "ms": lambda row: row["seconds"] and f"{float(row['seconds']) * 1e3:.0f}",
+  }  # fmt: skip
+  return _text([row for row in rows if row["program"] == "experts"], columns)
 
 
 def vectors(rows: Sequence[Row]) -> str:
   """Vectors that a token moves per sublayer, beside the paper's Table 1."""
-  shown = [row for row in rows if row["place"] == _COUNTED]
-  lines = [
-    [
-      row["network"], label(row["arm"]), f"{float(row['printed']):.2f}",
-      f"{float(row['reads']) + float(row['writes']):.2f}",
-      f"{float(row['reads']):.2f}", f"{float(row['writes']):.2f}",
-    ]
-    for row in shown
-  ]  # fmt: skip
-  header = ("depth", "scheme", "printed", "counted", "reads", "writes")
-  return _text(header, lines, shown)
+
+  def total(*names):
+    return lambda row: f"{sum(float(row[name]) for name in names):.2f}"
+
+  columns = {
+    "depth": "network", "scheme": _arm, "printed": total("printed"),
+    "counted": total("reads", "writes"), "reads": total("reads"),
+    "writes": total("writes"),
+  }  # fmt: skip
+  return _text([row for row in rows if row["place"] == _COUNTED], columns)
 
 
 def sentence(rows: Sequence[Row]) -> str:
   """What Block and Full cost here, for the first page."""
-  block, full = (
-    next(
-      _range_of(row)
-      for row in rows
-      if (row["program"], row["network"], row["arm"], row["place"])
-      == ("forward_backward", "large", scheme, _HERE)
-    )
-    for scheme in ("block_attnres", "full_attnres")
-  )
+  ratios = {
+    row["arm"]: _range_of(row)
+    for row in rows
+    if (row["program"], row["network"], row["place"])
+    == ("forward_backward", "large", _HERE)
+  }
   return (
     "**What it costs.** On a CPU, a forward and backward pass takes"
-    f" {block} times as long with Block as with PreNorm, and {full} times with"
-    " Full ([how it was measured](experiments/cost/README.md))."
+    f" {ratios['block_attnres']} times as long with Block as with PreNorm, and"
+    f" {ratios['full_attnres']} times with Full"
+    " ([how it was measured](experiments/cost/README.md))."
   )
 
 
-_TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
-  "steps": functools.partial(timed, programs={
-    "forward": "forward", "forward_backward": "forward + backward",
-    "compile": "compiling the training step",
-  }),
-  "decoding": functools.partial(timed, programs={
-    "decode": "decode", "recompute": "without caches", "prefill": "prefill",
-  }),
-  "compiled_steps": functools.partial(compiled, programs=("step",)),
-  "served": functools.partial(compiled, programs=("decode", "prefill")),
-  "prompts": prompts, "experts": experts, "vectors": vectors,
-}  # fmt: skip
-_ROOT = "../.."
 # P ranks, V virtual stages each, K chunks per block.
 _PIPELINES = (
   (4, 2, 1), (4, 2, 2), (4, 4, 1), (8, 4, 1), (8, 4, 2), (4, 1, 1), (8, 1, 2),
 )  # fmt: skip
 
 
-def transfers(_: readme_lib.Rows = ()) -> str:
+def transfers(_: readme.Rows = ()) -> str:
   """What pipelines send, counted in their plans; a sublayer per chunk."""
   header, lines = ["P, V, K"], []
   for rule in layout_lib.RULES:
@@ -232,26 +203,42 @@ def transfers(_: readme_lib.Rows = ()) -> str:
     layout = layout_lib.Layout(ranks, stages, 1, chunks)
     cells = [pipeline.sends(layout, rule) for rule in layout_lib.RULES]
     lines.append([f"{ranks}, {stages}, {chunks}", *sum(cells, ())])
-  return readme_lib.text(page.Table(header, lines))
+  return readme.text(page.Table(header, lines))
 
 
-PLACES = [
-  readme_lib.Place(transfers, "transfers", "", f"{_ROOT}/docs/pipeline.md"),
-  *(readme_lib.Place(make, name) for name, make in _TABLES.items()),
-  readme_lib.Place(sentence, "cost", document=f"{_ROOT}/README.md"),
-  readme_lib.Place(latency, "latency", document=f"{_ROOT}/docs/inference.md"),
-  readme_lib.Place(
-    functools.partial(compiled, programs=("identity",)),
-    "identity",
+_ROOT = "../.."
+_STEPS = {
+  "forward": "forward", "forward_backward": "forward + backward",
+  "compile": "compiling the training step",
+}  # fmt: skip
+_DECODING = {
+  "decode": "decode", "recompute": "without caches", "prefill": "prefill",
+}  # fmt: skip
+_of = functools.partial
+PUBLISHED = readme.Published(__file__, [
+  readme.Part(transfers, "transfers", "", f"{_ROOT}/docs/pipeline.md"),
+  readme.Part(_of(timed, programs=_STEPS), "steps"),
+  readme.Part(_of(timed, programs=_DECODING), "decoding"),
+  readme.Part(_of(compiled, programs=("step",)), "compiled_steps"),
+  readme.Part(_of(compiled, programs=("decode", "prefill")), "served"),
+  readme.Part(prompts, "prompts"),
+  readme.Part(experts, "experts"),
+  readme.Part(vectors, "vectors"),
+  readme.Part(sentence, "cost", document=f"{_ROOT}/README.md"),
+  readme.Part(latency, "latency", document=f"{_ROOT}/docs/inference.md"),
+  readme.Part(
+    _of(compiled, programs=("identity",)), "identity",
     document=f"{_ROOT}/kernels/benchmarks/results/README.md",
   ),
-]
+])  # fmt: skip
 
 
-def _text(
-  header: Sequence[str], lines: Sequence[Sequence[str]], rows: Sequence[Row]
-) -> str:
-  return readme_lib.text(page.Table(header, lines), readme_lib.origin(rows))
+def _text(rows: Sequence[Row], columns: Mapping[str, Any]) -> str:
+  return readme.text(page.Table.of(rows, columns), readme.origin(rows))
+
+
+def _arm(row: Row) -> str:
+  return label(row["arm"])
 
 
 def _compiled(rows: Sequence[Row], *programs: str) -> list[Row]:

@@ -42,14 +42,11 @@ from attnres_jax.config import fields
 from attnres_jax.flops import traffic
 from attnres_jax.scaling import paper
 from experiments import measure as measure_lib
-from experiments import publish
 from experiments.cost import networks
 from experiments.cost import report
-from experiments.pages import readme
 
 Row = dict[str, Any]
 FILE = pathlib.Path(__file__).absolute().with_name("results.csv")
-PUBLISHED = readme.Published(FILE.parent, report.PLACES)
 
 _FORMS = ("", " scan_layers=False")
 _ATTNRES = ("block_attnres", "full_attnres")
@@ -147,7 +144,7 @@ def _main(options: argparse.Namespace) -> None:
     print(f"{seconds:4.0f} s: {text}", flush=True)
     put(options.out, origin | row)
   if pathlib.Path(options.out).absolute() == FILE:
-    publish.publish(PUBLISHED)
+    report.PUBLISHED.write()
 
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:

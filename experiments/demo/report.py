@@ -25,7 +25,6 @@ from attnres_jax.sweep.pages import sweep_page
 from experiments.demo import config
 from experiments.looks import run as looks
 from experiments.pages import readme
-from experiments.pages import sweep
 from experiments.pages import variants
 
 _BODY = pathlib.Path(__file__).with_name("report_page.html")
@@ -60,7 +59,7 @@ def _answer(
   progress: Sequence[monitor.Progress],
   rows: Sequence[variants.Row],
 ) -> page.Html:
-  inside = ""
+  inside, compared = "", variants.compare(config.STUDY, rows)
   if all(arm.status == state_lib.DONE for arm in progress):
     looks_of: dict[str, Look] = {}
     for arm in progress:
@@ -76,15 +75,15 @@ def _answer(
   return page.fill(
     _BODY.read_text(encoding="utf-8"),
     lead=page.bold(lead(rows)),
-    table=variants.table(config.STUDY, rows).html() if rows else "",
+    table=variants.table(compared).html() if rows else "",
     inside=inside,
   )
 
 
 def lead(rows: Sequence[variants.Row]) -> str:
   """What the losses say, in a sentence per scheme that attends over depth."""
-  apart = variants.differences(config.STUDY, rows)
   sentences = []
+  apart = variants.compare(config.STUDY, rows).apart
   for name, difference in apart.items():
     variant = config.STUDY.variants[name]
     if variant.residual == "rescaled" or difference.margin is None:
@@ -102,12 +101,7 @@ def lead(rows: Sequence[variants.Row]) -> str:
 
 def results(rows: Sequence[variants.Row]) -> str:
   """For the README: what the losses say, then the losses."""
-  return readme.text(
-    lead(rows),
-    variants.table(config.STUDY, rows),
-    variants.protocol(config.STUDY, rows),
-    readme.origin(rows, runs=True),
-  )
+  return readme.text(lead(rows), variants.results(config.STUDY, rows))
 
 
 def look(folder: epath.Path, run: grid.Run) -> Look:
@@ -179,9 +173,14 @@ def _magnitudes(looks_of: Mapping[str, Look]) -> page.Html:
   return page.Html("").join(map(draw, ("state_rms", "grad_norm")))
 
 
-_, PUBLISHED = sweep.experiment(
+PUBLISHED = readme.Published(
   __file__,
-  __doc__,
-  places=[readme.Place(results)],
-  figures={"differences.svg": functools.partial(variants.forest, config.STUDY)},
+  [
+    readme.Part(results),
+    readme.Part(
+      functools.partial(variants.forest, config.STUDY),
+      document="differences.svg",
+    ),
+  ],
+  render,
 )

@@ -16,15 +16,10 @@ the demo trains.
 import sys
 
 from attnres_jax.sweep import cli
+from experiments.pages import sweep
 
-EXPERIMENT = cli.Experiment(
-  program="python -m experiments.demo.run",
-  description=__doc__ or "",
-  config="experiments/demo/config.py",
-  workdir="runs/demo",
-  render=cli.render_in("experiments.demo.report"),
-  launcher="together",
-  refresh_seconds=20.0,
+EXPERIMENT = sweep.experiment(
+  __file__, __doc__, launcher="together", refresh_seconds=20.0
 )
 
 if __name__ == "__main__":

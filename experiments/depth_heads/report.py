@@ -14,19 +14,18 @@ from experiments.pages import variants
 
 def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
   """Variants against each other instead of PreNorm, pair by pair."""
-  every = variants.with_shared(config.STUDY, rows)
-  spread = variants.spread_of(rows, config.STUDY)
-  arms = pairs.losses(variants.at_own_settings(every), "variant")
+  compared = variants.compare(config.STUDY, rows)
+  arms, spread = compared.losses, compared.spread
   losses = {
     key: arms[name] for key, name in config.NAMES.items() if name in arms
   }
-  compared = {
+  contrasted = {
     f"H = {heads} against 1": ((0, heads), (0, 1)) for heads in config.HEADS[1:]
   }
   for heads in config.COOL_HEADS:
     cool = f"one head at the temperature of {heads}"
-    compared[f"{cool} against 1"] = (1, heads), (0, 1)
-    compared[f"H = {heads} against {cool}"] = (0, heads), (1, heads)
+    contrasted[f"{cool} against 1"] = (1, heads), (0, 1)
+    contrasted[f"H = {heads} against {cool}"] = (0, heads), (1, heads)
   # Of each start of queries: H heads, and one at the temperature of H.
   starts = (config.ZERO, config.COOL), (config.RANDOM, config.COOL_RANDOM)
   by_start = [
@@ -39,7 +38,7 @@ def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
         for series in starts
       ),
     ]
-    for label, ((i, ours), (j, other)) in compared.items()
+    for label, ((i, ours), (j, other)) in contrasted.items()
   ]
   random, zero = (
     {heads: losses.get((series, heads), {}) for heads in config.HEADS}
@@ -76,3 +75,8 @@ def _mean(losses: Any) -> dict[int, float]:
   return {
     seed: statistics.fmean(arm[seed] for arm in several) for seed in seeds
   }
+
+
+PUBLISHED = variants.published(
+  __file__, config.STUDY, [readme.Part(contrasts, "contrasts")]
+)

@@ -9,17 +9,9 @@ See the README beside this file.
 import sys
 
 from attnres_jax.sweep import cli
-from experiments.depth_heads import config
-from experiments.depth_heads import report
-from experiments.pages import readme
-from experiments.pages import variants
+from experiments.pages import sweep
 
-EXPERIMENT, PUBLISHED = variants.experiment(
-  __file__,
-  __doc__,
-  config.STUDY,
-  places=[readme.Place(report.contrasts, "contrasts")],
-)
+EXPERIMENT = sweep.experiment(__file__, __doc__)
 
 if __name__ == "__main__":
   sys.exit(cli.main(EXPERIMENT))

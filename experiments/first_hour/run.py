@@ -21,10 +21,7 @@ from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.config import fields
 from experiments.first_hour import measure
-from experiments.first_hour import tables
-from experiments.pages import readme
 
-PUBLISHED = readme.Published(pathlib.Path(__file__).parent, tables.PLACES)
 _JAX_PLATFORMS = {"gpu": "cuda,cpu", "tpu": "tpu,cpu", "cpu": "cpu"}
 
 

@@ -74,8 +74,20 @@ RATES: Mapping[str, float] = {
   "full_attnres": 0.005,
   "denseformer": 0.01,
 }
-RATE_SEED, RATE_BUDGET = 100, 0.5
-SEEDS = (200, 201, 202, 203)
+PARTS = {
+  "rates": [
+    {"size": PILOT, "residual": scheme, "budget": 0.5, "optim.peak_lr": rate,
+     "seed": 100}
+    for scheme in SCHEMES
+    for rate in (*TRIED_RATES, *TRIED_NEXT.get(scheme, ()))
+  ],
+  "gain": [
+    {"size": size, "residual": scheme, "seed": seed}
+    for size in SIZES
+    for seed in (200, 201, 202, 203)
+    for scheme in SCHEMES
+  ],
+}  # fmt: skip
 WARMUP_FRACTION = 0.05
 SAVES, LOGS = 4, 40
 # Folder of the prepared text; see corpus.py.
@@ -119,29 +131,8 @@ def _enlarge(config: Any, size: Size, budget: float) -> None:
 
 def sweep(add: Callable[..., Any], arg: str | None = None) -> None:
   """Adds the runs of one part, seed by seed."""
-  given = _parse(arg)
-  parts = {"rates": _rates, "gain": _gain}
-  config_lib.choose("part", given.part, parts)(add)
-
-
-def _rates(add: Callable[..., Any]) -> None:
-  for scheme in SCHEMES:
-    for rate in (*TRIED_RATES, *TRIED_NEXT.get(scheme, ())):
-      _add(
-        add, RATE_SEED, size=PILOT, residual=scheme, budget=RATE_BUDGET,
-        **{"optim.peak_lr": rate},
-      )  # fmt: skip
-
-
-def _gain(add: Callable[..., Any]) -> None:
-  for size in SIZES:
-    for seed in SEEDS:
-      for scheme in SCHEMES:
-        _add(add, seed, size=size, residual=scheme)
-
-
-def _add(add: Callable[..., Any], seed: int, **arguments: Any) -> None:
-  add(**arguments, seed=seed, **{"data.seed": seed})
+  for run in config_lib.choose("part", _parse(arg).part, PARTS):
+    add(**run, **{"data.seed": run["seed"]})
 
 
 def _parse(arg: str | None) -> types.SimpleNamespace:

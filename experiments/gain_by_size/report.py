@@ -28,37 +28,41 @@ PRICES = {
 }
 
 
+def frame(rows: Sequence[Row]) -> losses_lib.Frame:
+  """Runs with numbers, in the order of sizes of the config."""
+  runs = losses_lib.frame(rows)
+  runs = runs[runs["size"].isin(list(config.SIZES))]
+  return runs.astype({"tokens": int, "peak_lr": float, "seed": int}).astype(
+    dict.fromkeys(PRICES, float)
+  )
+
+
 def rates(rows: Sequence[Row]) -> str:
   """A table of losses at the pilot's size; each scheme's lowest is bold."""
-  frame = losses_lib.frame(rows).astype({"peak_lr": float})
-  means = frame.pivot_table("loss", "residual", "peak_lr", sort=False)
-  means = means[sorted(means)]
-  lines = [
-    [figures.name_of(scheme), *losses_lib.bold(row, row.idxmin())]
-    for scheme, row in means.iterrows()
-  ]
-  header = ["residual", *(f"{rate:g}" for rate in means)]
-  table = page.Table(header, lines)
+  table = losses_lib.lowest_marked(rows, "residual", "peak_lr", figures.name_of)
   return readme.text(table, readme.origin(rows))
-
-
-def by_size(rows: Sequence[Row]) -> dict[str, list[Row]]:
-  """Rows of each size that has been run, in the order of the config."""
-  sizes = {
-    size: [r for r in rows if r["size"] == size] for size in config.SIZES
-  }
-  return {size: of_size for size, of_size in sizes.items() if of_size}
 
 
 def results(rows: Sequence[Row]) -> str:
   """A table: a row per size and scheme, with empty cells where nobody ran."""
-  sizes, lines = by_size(rows), []
+  runs, lines = frame(rows), []
   for size in config.SIZES:
-    of_size = sizes.get(size, [])
-    losses = pairs.losses(of_size, "residual") if of_size else {}
-    spread = pairs.pooled(losses, BASELINE) if BASELINE in losses else None
+    of_size = runs[runs["size"] == size]
+    losses = pairs.losses(of_size.to_dict("records"), "residual")
+    apart = pairs.differences(losses, BASELINE)
+    means = of_size.groupby("residual").mean(numeric_only=True)
     for scheme in config.SCHEMES:
-      cells = _cells(of_size, losses, scheme, spread)
+      cells = [""] * 5
+      if scheme in means.index:
+        mean = means.loc[scheme]
+        cells[:3] = (
+          f"{mean['tokens'] / 1e6:.1f}M", f"{mean['peak_lr']:.3g}",
+          f"{mean['loss']:.4f}",
+        )  # fmt: skip
+      if scheme in apart:
+        seconds = means["training_seconds"]
+        ratio = seconds[scheme] / seconds[BASELINE]
+        cells[3:] = page.difference(apart[scheme]), f"{ratio:.2f}"
       lines.append([size, figures.name_of(scheme), *cells])
   header = [
     "parameters", "residual", "tokens", "rate", "validation loss",
@@ -67,48 +71,16 @@ def results(rows: Sequence[Row]) -> str:
   return readme.text(page.Table(header, lines), readme.origin(rows, runs=True))
 
 
-def _cells(
-  of_size: Sequence[Row],
-  losses: pairs.Losses,
-  scheme: str,
-  spread: pairs.Spread | None,
-) -> list[Any]:
-  rows = [row for row in of_size if row["residual"] == scheme]
-  if not rows:
-    return [""] * 5
-  mean = sum(losses[scheme].values()) / len(rows)
-  cells = [
-    f"{int(rows[0]['tokens']) / 1e6:.1f}M", f"{float(rows[0]['peak_lr']):.3g}",
-    f"{mean:.4f}",
-  ]  # fmt: skip
-  if scheme == BASELINE or BASELINE not in losses:
-    return [*cells, "", ""]
-  apart = pairs.difference(losses[scheme], losses[BASELINE], spread)
-  baseline = [row for row in of_size if row["residual"] == BASELINE]
-  ratio = _mean(rows, "training_seconds") / _mean(baseline, "training_seconds")
-  return [*cells, page.difference(apart), f"{ratio:.2f}"]
-
-
-def _mean(rows: Sequence[Row], column: str) -> float:
-  return sum(float(row[column]) for row in rows) / len(rows)
-
-
-def runs_of(rows: Sequence[Row], scheme: str, price: str) -> fit_lib.Runs:
+def runs_of(runs: losses_lib.Frame, scheme: str, price: str) -> fit_lib.Runs:
   """Losses of a scheme against what it paid.
 
   Seconds are means of a size: seeds share a program, and the scatter of their
   clocks is the machine's.
   """
-  chosen = [row for row in rows if row["residual"] == scheme]
-  paid = {
-    size: _mean([r for r in chosen if r["size"] == size], price)
-    for size in {row["size"] for row in chosen}
-  }
+  arm = runs[runs["residual"] == scheme]
+  paid = arm.groupby("size")[price].transform("mean")
   return fit_lib.Runs(
-    compute=[paid[row["size"]] for row in chosen],
-    loss=[fit_lib.loss_of(row) for row in chosen],
-    size=tuple(row["size"] for row in chosen),
-    seed=tuple(int(row["seed"]) for row in chosen),
+    paid, arm["loss"], size=tuple(arm["size"]), seed=tuple(arm["seed"])
   )
 
 
@@ -124,7 +96,8 @@ def worth(
   """
   if len({row["device"] for row in rows}) > 1 and "seconds" in price:
     return None
-  baseline, other = (runs_of(rows, name, price) for name in (BASELINE, scheme))
+  runs = frame(rows)
+  baseline, other = (runs_of(runs, name, price) for name in (BASELINE, scheme))
   if len({*baseline.size} & {*other.size}) < LEAST_SIZES:
     return None
   return speedup.effective_speedup(baseline, other)
@@ -132,7 +105,7 @@ def worth(
 
 def answer(rows: Sequence[Row]) -> str:
   """What a scheme is worth in FLOPs, and in seconds of the device that ran."""
-  sizes = list(by_size(rows))
+  sizes = {row["size"] for row in rows}
   missing = [size for size in config.SIZES if size not in sizes]
   sentences = []
   for scheme in config.SCHEMES:
@@ -160,29 +133,33 @@ def _verdict(times: fit_lib.Estimate) -> str:
 
 def figure(rows: Sequence[Row]) -> figure_lib.Figure:
   """Loss against FLOPs, and against seconds of each device."""
+  runs = frame(rows)
+  arms = runs.groupby(["device", "residual", "size"], sort=False)
+  means = arms[[*PRICES, "loss"]].mean()
   drawn = figure_lib.Figure(figsize=(8.6, 3.6), layout="constrained")
   panels = drawn.subplots(1, len(PRICES), sharey=True)
   for axes, (price, (unit, _)) in zip(panels, PRICES.items()):
-    for device in dict.fromkeys(row["device"] for row in rows):
-      of_device = [row for row in rows if row["device"] == device]
-      for scheme in config.SCHEMES:
-        runs = runs_of(of_device, scheme, price)
-        sizes = dict.fromkeys(runs.size)
-        at = [[s == size for s in runs.size] for size in sizes]
-        axes.plot(
-          [runs.compute[a].mean() for a in at],
-          [runs.loss[a].mean() for a in at],
-          marker="o", markersize=3, label=figures.name_of(scheme),
-          **figures.style_of(scheme),
-        )  # fmt: skip
+    for (_, scheme), arm in means.groupby(["device", "residual"], sort=False):
+      axes.plot(
+        arm[price], arm["loss"], marker="o", markersize=3,
+        label=figures.name_of(scheme), **figures.style_of(scheme),
+      )  # fmt: skip
     figures.logarithmic(axes)
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.set_xlabel(
-      f"{unit} of {', '.join(dict.fromkeys(r['device'] for r in rows))}"
-      if "seconds" in price
-      else unit
-    )
+    devices = f" of {', '.join(runs['device'].unique())}"
+    axes.set_xlabel(unit + devices * ("seconds" in price))
     figures.style(axes)
   panels[0].set_ylabel("validation loss, nats per byte")
   figures.legend(drawn, panels[0])
   return drawn
+
+
+PUBLISHED = readme.Published(
+  __file__,
+  [
+    readme.Part(rates, "rates", "rates"),
+    readme.Part(results),
+    readme.Part(answer, "answer"),
+    readme.Part(figure, document="gain.svg"),
+  ],
+)

@@ -15,25 +15,15 @@ from typing import Any
 
 from attnres_jax import config as config_lib
 from configs import paired
+from experiments import variants
 
 NAME = "laptop_gain_"
-# Fields that make each arm out of the network of configs/paired.py.
-ARMS: Mapping[str, Mapping[str, Any]] = {
-  "prenorm": {"model.residual.name": "prenorm"},
-  "block": {"model.residual.name": "block_attnres"},
-  "full": {"model.residual.name": "full_attnres"},
-  "block_heads": {
-    "model.residual.name": "block_attnres",
-    "model.residual.read.heads": 4,
-  },
-  "denseformer": {"model.residual.name": "denseformer"},
-}
-LABELS: Mapping[str, str] = {
-  "prenorm": "PreNorm",
-  "block": "Block",
-  "full": "Full",
-  "block_heads": "Block, 4 heads",
-  "denseformer": "DenseFormer",
+ARMS: Mapping[str, variants.Variant] = {
+  "prenorm": variants.Variant("PreNorm", "prenorm"),
+  "block": variants.reads("Block", "block_attnres"),
+  "full": variants.reads("Full", "full_attnres"),
+  "block_heads": variants.reads("Block, 4 heads", "block_attnres", heads=4),
+  "denseformer": variants.Variant("DenseFormer", "denseformer"),
 }
 # Tested after part=gain, each arm minus the other.
 CONTRASTS = (
@@ -58,9 +48,20 @@ RATES: Mapping[str, float] = {
   "block_heads": 0.0042,
   "denseformer": 0.003,
 }
-RATE_SEEDS = (100, 101)
-SEEDS = tuple(range(200, 212))
 RATE_BUDGET, BUDGET = 2.0, 4.0
+PARTS = {
+  "rates": [
+    dict(arm=arm, rate=rate, budget=RATE_BUDGET, seed=seed)
+    for seed in (100, 101)
+    for arm in ARMS
+    for rate in (*TRIED_RATES, *EXTRA_RATES.get(arm, ()))
+  ],
+  "gain": [
+    dict(arm=arm, budget=BUDGET, seed=seed)
+    for seed in range(200, 212)
+    for arm in ARMS
+  ],
+}
 WARMUP_FRACTION = 0.05
 # Losses at a quarter, half and three quarters of the way.
 EVALUATIONS = 4
@@ -70,11 +71,13 @@ PLACES = ("quarter", "half", "three_quarters")
 def get_config(arg: str | None = None) -> Any:
   """Config of one run; see the module docstring."""
   given = _parse(arg)
-  fields = config_lib.choose("arm", given.arm, ARMS)
-  config = paired.get_config(f"budget={given.budget},runlocal={given.runlocal}")
+  arm = config_lib.choose("arm", given.arm, ARMS)
+  config = paired.get_config(
+    f"residual={arm.residual},budget={given.budget},runlocal={given.runlocal}"
+  )
   with config.unlocked():
     config.name = f"{NAME}{given.arm}"
-    config.update_from_flattened_dict(fields)
+    config.update_from_flattened_dict(arm.fields)
     steps = config.train.steps
     if rate := given.rate or RATES.get(given.arm):
       config.optim.peak_lr = rate
@@ -86,26 +89,8 @@ def get_config(arg: str | None = None) -> Any:
 
 def sweep(add: Callable[..., Any], arg: str | None = None) -> None:
   """Adds the runs of one part, seed by seed."""
-  given = _parse(arg)
-  parts = {"rates": _rates, "gain": _gain}
-  config_lib.choose("part", given.part, parts)(add)
-
-
-def _rates(add: Callable[..., Any]) -> None:
-  for seed in RATE_SEEDS:
-    for arm in ARMS:
-      for rate in (*TRIED_RATES, *EXTRA_RATES.get(arm, ())):
-        _add(add, seed, arm=arm, rate=rate, budget=RATE_BUDGET)
-
-
-def _gain(add: Callable[..., Any]) -> None:
-  for seed in SEEDS:
-    for arm in ARMS:
-      _add(add, seed, arm=arm, budget=BUDGET)
-
-
-def _add(add: Callable[..., Any], seed: int, **arguments: Any) -> None:
-  add(**arguments, seed=seed, **{"data.seed": seed})
+  for run in config_lib.choose("part", _parse(arg).part, PARTS):
+    add(**run, **{"data.seed": run["seed"]})
 
 
 def _parse(arg: str | None) -> types.SimpleNamespace:

@@ -32,13 +32,6 @@ class Contrast(NamedTuple):
   p: float
 
 
-def mean_losses(rows: Sequence[Row]) -> losses_lib.Frame:
-  """Mean validation losses in nats per token: a row per arm, rates across."""
-  frame = losses_lib.frame(rows).astype({"rate": float})
-  means = frame.pivot_table("loss", "arm", "rate", sort=False)
-  return means[sorted(means)]
-
-
 def contrasts(
   rows: Sequence[Row], column: str = "validation_loss"
 ) -> dict[tuple[str, str], Contrast]:
@@ -74,12 +67,7 @@ def holm(values: Sequence[float]) -> list[float]:
 
 def rates(rows: Sequence[Row]) -> str:
   """A table of mean losses; each arm's lowest is bold."""
-  means = mean_losses(rows)
-  lines = [
-    [config.LABELS[arm], *losses_lib.bold(row, row.idxmin())]
-    for arm, row in means.iterrows()
-  ]
-  table = page.Table(["arm", *(f"{rate:g}" for rate in means)], lines)
+  table = losses_lib.lowest_marked(rows, "arm", "rate", _label)
   return readme.text(table, readme.origin(rows))
 
 
@@ -89,11 +77,10 @@ def results(rows: Sequence[Row]) -> str:
   if not compared:
     return "Not run yet."
   lines = []
-  for names, contrast in compared.items():
-    apart, p = contrast
+  for names, (apart, p) in compared.items():
     outcome = "gains" if apart.mean < 0 else "harms"
     lines.append([
-      _label(names), len(apart.by_seed), page.difference(apart),
+      _label(*names), len(apart.by_seed), page.difference(apart),
       f"{p:.4f}" if p >= 1e-4 else "< 0.0001",
       outcome if p < ERROR else "not rejected",
     ])  # fmt: skip
@@ -108,7 +95,7 @@ def course(rows: Sequence[Row]) -> str:
   columns = [*(f"loss_{place}" for place in places), "validation_loss"]
   compared = [contrasts(rows, column) for column in columns]
   lines = [
-    [_label(names), *(page.difference(at[names].apart) for at in compared)]
+    [_label(*names), *(page.difference(at[names].apart) for at in compared)]
     for names in compared[-1]
   ]
   words = (place.replace("_", " ") for place in places)
@@ -139,5 +126,16 @@ def _outcome(contrast: Contrast) -> str:
   return f"ends {text[1:]} nats per token {side} PreNorm"
 
 
-def _label(names: tuple[str, str]) -> str:
-  return " minus ".join(config.LABELS[name] for name in names)
+def _label(*arms: str) -> str:
+  return " minus ".join(config.ARMS[arm].label for arm in arms)
+
+
+PUBLISHED = readme.Published(
+  __file__,
+  [
+    readme.Part(rates, "rates", "rates"),
+    readme.Part(results),
+    readme.Part(course, "course"),
+    readme.Part(gain, "gain", document="../../README.md"),
+  ],
+)

@@ -323,10 +323,21 @@ def _thin(variant: str) -> dict[str, Any]:
   return _style(variant) | {"linewidth": 0.6, "alpha": 0.5}
 
 
-TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
-  "magnitudes": magnitudes, "patterns": patterns, "matrices": matrices,
-}  # fmt: skip
-FIGURES = {
-  "magnitudes.svg": draw_magnitudes, "weights.svg": draw_weights,
-  "importance.svg": draw_importance, "matrices.svg": draw_matrices,
-}  # fmt: skip
+PUBLISHED = readme.Published(
+  __file__,
+  [
+    *(
+      readme.Part(make, make.__name__)
+      for make in (magnitudes, patterns, matrices)
+    ),
+    *(
+      readme.Part(draw, document=f"{name}.svg")
+      for name, draw in (
+        ("magnitudes", draw_magnitudes),
+        ("weights", draw_weights),
+        ("importance", draw_importance),
+        ("matrices", draw_matrices),
+      )
+    ),
+  ],
+)

@@ -31,9 +31,7 @@ from attnres_jax.common import environment
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.train import checkpoint
-from experiments import publish
 from experiments.looks import report
-from experiments.pages import readme
 
 # Rows of the validation split that are measured, and rows of a batch: the
 # gradient of a batch is one of the series.
@@ -47,11 +45,6 @@ _WEIGHTS = (
   "output_entropy",
 )  # fmt: skip
 _FOLDER = pathlib.Path(__file__).absolute().parent
-PUBLISHED = readme.Published(
-  _FOLDER,
-  [readme.Place(make, name) for name, make in report.TABLES.items()],
-  report.FIGURES,
-)
 
 Series = dict[str, Any]
 
@@ -190,7 +183,7 @@ def _main(options: argparse.Namespace) -> None:
       f" finished run of {', '.join(report.VARIANTS)}"
     )
   by_network: dict[tuple[str, int], list[Any]] = {}
-  for row in PUBLISHED.read():
+  for row in report.PUBLISHED.read():
     by_network.setdefault((row["variant"], int(row["seed"])), []).append(row)
   origin = environment.facts()
   for network in tqdm.tqdm(runs, unit="network", file=sys.stderr):
@@ -199,7 +192,7 @@ def _main(options: argparse.Namespace) -> None:
     order = sorted(by_network, key=lambda key: (place(key[0]), key[1]))
     rows = [row for key in order for row in by_network[key]]
     csv_rows.write(_FOLDER / "results.csv", rows)
-  publish.publish(PUBLISHED)
+  report.PUBLISHED.write()
 
 
 if __name__ == "__main__":

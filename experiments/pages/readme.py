@@ -1,81 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills parts of READMEs from committed results."""
+"""What an experiment publishes: parts of documents, figures and its page.
+
+`PUBLISHED` in its report.py declares them. `experiments.publish` fills them in
+from committed rows, and a test keeps documents and rows consistent.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import importlib
+import importlib.util
+import io
 import pathlib
 import re
 from typing import Any, NamedTuple
 
+import matplotlib
+
+from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
+from attnres_jax.common import files
+from attnres_jax.sweep.pages import losses
 from attnres_jax.sweep.pages import page
+from attnres_jax.sweep.pages import sweep_page
 
 Rows = Sequence[Mapping[str, Any]]
 
 
-class Place(NamedTuple):
-  """A part of a document that is filled from committed rows.
+class Part(NamedTuple):
+  """A figure, or a part of a document.
 
   Attributes:
-    make: (rows) -> Markdown.
-    name: name of the place, see `fill`.
+    make: (rows) -> Markdown, or a figure.
+    name: of the place in the document, see `fill`.
     rows: file of rows in the folder of the experiment, without .csv; empty for
       a part that needs none.
-    document: file to fill, relative to the folder of the experiment.
+    document: relative to the folder of the experiment; *.svg for a figure.
   """
 
-  make: Callable[[Rows], str]
+  make: Callable[[Rows], Any]
   name: str = "results"
   rows: str = "results"
   document: str = "README.md"
 
 
-class Published(NamedTuple):
-  """Tables and figures of an experiment's rows (`experiments.publish`).
+def results(rows: Rows) -> str:
+  """The losses of any sweep and their origin."""
+  return text(losses.table(rows), origin(rows, runs=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+  """What an experiment publishes.
 
   Attributes:
-    folder: of the experiment.
-    places: in its README or in other documents.
-    figures: name of an SVG file: (rows of each file) -> figure.
-    figure_rows: these files.
-    adopted: rows that stand for those of a file, by its name.
+    file: a module in its folder.
+    parts: of documents, and figures.
+    render: renders the page of a sweep, its report.
   """
 
-  folder: pathlib.Path
-  places: Sequence[Place]
-  figures: Mapping[str, Callable[..., Any]] = {}
-  figure_rows: Sequence[str] = ("results",)
-  adopted: Mapping[str, Rows] = {}
+  file: str
+  parts: Sequence[Part] = (Part(results),)
+  render: sweep_page.Render = sweep_page.render
+
+  @property
+  def folder(self) -> pathlib.Path:
+    """The folder of the experiment."""
+    return pathlib.Path(self.file).absolute().parent
 
   def read(self, name: str = "results") -> Rows:
-    """Committed rows, or adopted ones; empty if there is no such file yet."""
-    if name in self.adopted:
-      return self.adopted[name]
+    """Committed rows; empty if there is no such file yet."""
     return csv_rows.read(self.folder / f"{name}.csv", missing_ok=True)
 
-  def filled(self) -> dict[pathlib.Path, str]:
-    """The text of every document, filled from the committed rows.
+  def filled(
+    self, adopted: Mapping[str, Rows] | None = None
+  ) -> dict[pathlib.Path, str | bytes]:
+    """Documents and figures, made from the rows.
+
+    Args:
+      adopted: rows that stand for those of a file, by its name.
 
     Raises:
       ValueError: a document lacks a place.
     """
-    texts: dict[pathlib.Path, str] = {}
-    for place in self.places:
-      path = self.folder / place.document
-      text = texts.get(path) or path.read_text(encoding="utf-8")
-      rows = self.read(place.rows)
-      fills = rows or not place.rows
-      texts[path] = fill(text, place.name, place.make(rows)) if fills else text
-    return texts
+    contents: dict[pathlib.Path, Any] = {}
+    for part in self.parts:
+      rows = (adopted or {}).get(part.rows) or self.read(part.rows)
+      path = self.folder / part.document
+      is_figure = path.suffix == ".svg"
+      if not is_figure and path not in contents:
+        contents[path] = path.read_text(encoding="utf-8")
+      if rows or not part.rows:
+        made = part.make(rows)
+        contents[path] = (
+          _svg(made, path.stem)
+          if is_figure
+          else fill(contents[path], part.name, made)
+        )
+    return contents
+
+  def write(self, adopted: Mapping[str, Rows] | None = None) -> None:
+    """Writes what is `filled`, once all of it is made, and adopted rows."""
+    contents = self.filled(adopted)
+    for name, rows in (adopted or {}).items():
+      csv_rows.write(self.folder / f"{name}.csv", rows)
+    for path, content in contents.items():
+      files.write(path, content)
 
 
-def fill(text: str, place: str, content: str) -> str:
-  """`text` with `content` between its two comments.
+def load(experiment: str) -> Published:
+  """What report.py of an experiment publishes; without one, its losses.
+
+  Raises:
+    ConfigError: there is no such experiment.
+  """
+  if experiment.isidentifier():
+    if _file(experiment, "report"):
+      return importlib.import_module(
+        f"experiments.{experiment}.report"
+      ).PUBLISHED
+    if path := _file(experiment, "run"):
+      return Published(path)
+  raise config_lib.ConfigError(
+    f"experiment: got {experiment!r}, expected a folder of experiments/ that"
+    " has report.py or run.py"
+  )
+
+
+def _file(experiment: str, name: str) -> str | None:
+  """A module's file; None without one."""
+  try:
+    spec = importlib.util.find_spec(f"experiments.{experiment}.{name}")
+  except ModuleNotFoundError:
+    return None  # There is no such folder.
+  return spec.origin if spec else None
+
+
+def fill(document: str, place: str, content: str) -> str:
+  """The document with `content` between the two comments of a place.
 
   Args:
-    text: with `<!-- place: the command that fills it -->` and, further down,
-      `<!-- /place -->`.
+    document: with `<!-- place: the command that fills it -->` and, further
+      down, `<!-- /place -->`.
     place: one word.
-    content: the text between the two.
+    content: Markdown.
 
   Raises:
     ValueError: there is no such place.
@@ -83,9 +150,11 @@ def fill(text: str, place: str, content: str) -> str:
   comments = re.compile(
     rf"(<!-- {place}: [^>]* -->\n)(.*?)(<!-- /{place} -->)", re.DOTALL
   )
-  if not comments.search(text):
+  if not comments.search(document):
     raise ValueError(f"no `<!-- {place}: ... -->` to fill in this text")
-  return comments.sub(lambda m: f"{m[1]}\n{content.strip()}\n\n{m[3]}", text)
+  return comments.sub(
+    lambda m: f"{m[1]}\n{content.strip()}\n\n{m[3]}", document
+  )
 
 
 def text(*parts: str | page.Table | None) -> str:
@@ -124,3 +193,13 @@ def origin(rows: Rows, runs: bool = False) -> str:
       f"text {', '.join(sorted({row['data'] for row in rows}))}",
     ]
   return "; ".join(parts) + "."
+
+
+def _svg(figure: Any, salt: str) -> bytes:
+  """A figure as a file; the same rows give the same bytes."""
+  style = {"svg.hashsalt": salt, "svg.fonttype": "none"}
+  with matplotlib.rc_context(style), io.BytesIO() as drawn:
+    figure.savefig(
+      drawn, format="svg", facecolor="white", metadata={"Date": None}
+    )
+    return drawn.getvalue()

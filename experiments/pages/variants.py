@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command, tables and figures of a study (`experiments.variants`)."""
+"""Tables and figures of a study (`experiments.variants`)."""
 
 from collections.abc import Mapping, Sequence
 import functools
 import pathlib
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib import figure as figure_lib
 import numpy as np
@@ -14,19 +14,18 @@ from attnres_jax import config as config_lib
 from attnres_jax import scaling
 from attnres_jax.analysis import figures
 from attnres_jax.common import csv_rows
-from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
 from attnres_jax.scaling import paper
-from attnres_jax.sweep import cli
+from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep.pages import losses as losses_lib
 from attnres_jax.sweep.pages import page
 from attnres_jax.sweep.pages import sweep_page
 from experiments.pages import readme
-from experiments.pages import sweep
 from experiments.variants import BASELINE
 from experiments.variants import CONTROL
 from experiments.variants import TWICE
 from experiments.variants import Study
+from experiments.variants import Variant
 
 _RATE, _BUDGET = "optim.peak_lr", "budget"
 _EXPERIMENTS = pathlib.Path(__file__).absolute().parents[1]
@@ -41,65 +40,67 @@ _LAPTOP = (
 Row = Mapping[str, Any]
 
 
-def experiment(
-  file: str,
-  doc: str | None,
-  study: Study,
-  places: Sequence[readme.Place] = (),
-  render: sweep_page.Render | None = None,
-) -> tuple[cli.Experiment, readme.Published]:
-  """The command of a study, and what it publishes.
+class Comparison(NamedTuple):
+  """Variants of a study against PreNorm, at the chosen rate.
 
-  Args:
-    file: run.py of the experiment.
-    doc: its docstring.
-    study: what it trains.
-    places: what its README has besides the table of all variants.
-    render: renders the report; by default it shows that table.
+  Attributes:
+    study: of the variants.
+    rows: of the study, and committed ones of networks that it shares.
+    losses: by variant and seed.
+    spread: of the protocol; None without two pairs of a variant.
+    apart: differences from PreNorm of every variant that has a pair.
   """
-  return sweep.experiment(
+
+  study: Study
+  rows: Sequence[Row]
+  losses: pairs.Losses
+  spread: pairs.Spread | None
+  apart: Mapping[str, pairs.Difference]
+
+
+def published(
+  file: str, study: Study, parts: Sequence[readme.Part] = ()
+) -> readme.Published:
+  """What a study publishes: the table of all variants, and more `parts`."""
+  bound = functools.partial
+  return readme.Published(
     file,
-    doc,
-    render=render
-    or functools.partial(
-      sweep_page.render, answer=functools.partial(answer, study)
-    ),
-    places=[readme.Place(functools.partial(results, study)), *places],
-    figures={"differences.svg": functools.partial(forest, study)},
+    [
+      readme.Part(bound(results, study)),
+      readme.Part(bound(forest, study), document="differences.svg"),
+      *parts,
+    ],
+    bound(sweep_page.render, answer=bound(answer, study)),
   )
 
 
-def with_shared(study: Study, rows: Sequence[Row]) -> list[Row]:
-  """The rows, and those committed for networks that another study trains.
+def compare(study: Study, rows: Sequence[Row]) -> Comparison:
+  """Compares rows, with those committed for networks of another study.
 
   None of another text, number of steps, rate or size of network.
   """
-  if study.shares is None:
-    return list(rows)
-  other = _read(f"{study.shares.name}/results.csv")
-  if not _protocols(rows) & _protocols(other):
-    return list(rows)
-  names_here = {row["run"] for row in rows}
-  names = set(study.shared)
-  return [
-    *rows,
-    *(
-      row
-      for row in other
-      if row["variant"] in names and row["run"] not in names_here
-    ),
-  ]
+  rows = list(rows)
+  other = _read(f"{study.shares.name}/results.csv") if study.shares else []
+  if _protocols(rows) & _protocols(other):
+    names, runs = set(study.shared), {row["run"] for row in rows}
+    rows += [
+      row for row in other if row["variant"] in names and row["run"] not in runs
+    ]
+  chosen = at_own_settings(rows)
+  losses, spread = pairs.losses(chosen, "variant"), _spread(chosen)
+  apart = pairs.differences(losses, BASELINE, CONTROL, spread)
+  return Comparison(study, rows, losses, spread, apart)
 
 
 def results(study: Study, rows: Sequence[Row]) -> str:
   """For the README."""
-  every = with_shared(study, rows)
+  compared = compare(study, rows)
   return readme.text(
-    rates(every) if study.rates and BASELINE not in study.shared else None,
-    table(study, every),
-    twice(study, every),
-    protocol(study, rows),
-    readme.origin(every, runs=True),
+    rates(rows) if study.rates and not study.shares else None,
+    table(compared),
+    twice(compared),
+    protocol(compared),
+    readme.origin(compared.rows, runs=True),
   )
 
 
@@ -110,88 +111,41 @@ def answer(study: Study, rows: Sequence[Row]) -> page.Html:
     " token after the last step, the mean over seeds. Differences are taken"
     " seed by seed, with their 90 % interval. The effective speed-up is how"
     " many times the FLOPs PreNorm needs for the same loss.</p>",
-    table=table(study, with_shared(study, rows)).html()
-    if rows
-    else "No run is done yet.",
+    table=table(compare(study, rows)).html() if rows else "No run is done yet.",
   )
 
 
-def protocol(study: Study, rows: Sequence[Row]) -> str | None:
+def protocol(compared: Comparison) -> str | None:
   """The sentence of a README about its intervals; None without any."""
-  spread = spread_of(rows, study)
+  if (spread := compared.spread) is None:
+    return None
   return (
-    None
-    if spread is None
-    else (
-      f"\N{PLUS-MINUS SIGN} is a {pairs.LEVEL:.0%} t interval of the mean; the"
-      f" standard deviation of a pair, {spread.deviation:.4f} nats with"
-      f" {spread.freedom:.1f} degrees of freedom, is the protocol's."
-    )
+    f"\N{PLUS-MINUS SIGN} is a {pairs.LEVEL:.0%} t interval of the mean; the"
+    f" standard deviation of a pair, {spread.deviation:.4f} nats with"
+    f" {spread.freedom:.1f} degrees of freedom, is the protocol's."
   )
 
 
-def spread_of(rows: Sequence[Row], study: Study) -> pairs.Spread | None:
-  """The spread of the protocol to which rows belong.
-
-  All committed rows of the laptop's protocol count if the rows are of it, so
-  that the same pairs have the same interval on every page.
-  """
-  used = at_own_settings(with_shared(study, rows))
-  protocols = _protocols(used)
-  committed = (
-    row
-    for path in _LAPTOP
-    for row in at_own_settings(_read(path))
-    if _protocols([row]) <= protocols
-  )
-  # A run that was trained again, perhaps under another name, counts once.
-  runs = {(r["variant"], int(r["seed"])): r for r in (*committed, *used)}
-  losses = pairs.losses([*runs.values()], "variant")
-  return pairs.pooled(losses, BASELINE, CONTROL)
-
-
-def _read(path: str) -> list[dict[str, str]]:
-  return csv_rows.read(_EXPERIMENTS / path, missing_ok=True)
-
-
-def _protocols(rows: Sequence[Row]) -> set[tuple[str, ...]]:
-  """What rows have in common whose losses can be compared."""
-  # Of a sweep, these are numbers; in a file, text. By 6ND, all schemes of a
-  # network need the same.
-  names = "data", "tokens", "peak_lr", "compute_6nd"
-  return {
-    tuple(str(row.get(name)) for name in names) for row in at_own_settings(rows)
-  }
-
-
-def table(study: Study, rows: Sequence[Row]) -> page.Table:
+def table(compared: Comparison) -> page.Table:
   """A line per variant that has a pair, and the baseline."""
-  losses = pairs.losses(at_own_settings(rows), "variant")
-  apart = differences(study, rows)
-  published = any(
-    variant.published is not None
-    for name, variant in study.variants.items()
-    if name != BASELINE
+  variants = compared.study.variants
+  losses, apart = compared.losses, compared.apart
+  shown = apart.keys() | ({BASELINE} & losses.keys())
+  return page.Table.of(
+    [name for name in variants if name in shown],
+    {
+      "residual": lambda name: variants[name].label,
+      "in the paper": functools.partial(_published, variants),
+      "loss": lambda name: f"{statistics.fmean(losses[name].values()):.4f}",
+      "minus PreNorm": lambda name: (
+        page.difference(apart[name]) if name in apart else ""
+      ),
+      "pairs": lambda name: len(
+        apart[name].by_seed if name in apart else losses[name]
+      ),
+      "effective speed-up": functools.partial(_speedup, compared),
+    },
   )
-  lines = []
-  for name, variant in study.variants.items():
-    if name not in losses or (name != BASELINE and name not in apart):
-      continue
-    gap, number = apart.get(name), len(losses[name])
-    lines.append([
-      variant.label, *([_published(study, name)] if published else []),
-      f"{statistics.fmean(losses[name].values()):.4f}",
-      page.difference(gap) if gap else "",
-      len(gap.by_seed) if gap else number,
-      _speedup(rows, name, gap.spread) if gap else "",
-    ])  # fmt: skip
-  header = [
-    "residual", *(["in the paper"] if published else []), "loss",
-    "minus PreNorm", "pairs", "effective speed-up",
-  ]  # fmt: skip
-  if not any(line[-1] for line in lines):  # Too few computes for a law.
-    header, *lines = ([*line[:-1]] for line in (header, *lines))
-  return page.Table(header, lines)
 
 
 def rates(rows: Sequence[Row]) -> page.Table:
@@ -209,23 +163,22 @@ def rates(rows: Sequence[Row]) -> page.Table:
   return page.Table(["rate under PreNorm", *(f"seed {s}" for s in arms)], lines)
 
 
-def twice(study: Study, rows: Sequence[Row]) -> page.Table:
+def twice(compared: Comparison) -> page.Table:
   """Differences with once and with twice the steps, in the same seeds."""
-  once, both = (
-    pairs.losses(at_own_settings(rows, budget), "variant")
-    for budget in (1.0, TWICE)
-  )
+  longer = pairs.losses(at_own_settings(compared.rows, TWICE), "variant")
   lines = []
-  for name in study.longer:
+  for name in compared.study.longer:
     four = [
-      arms.get(arm, {}) for arms in (once, both) for arm in (name, BASELINE)
+      arms.get(arm, {})
+      for arms in (compared.losses, longer)
+      for arm in (name, BASELINE)
     ]
     if seeds := set.intersection(*map(set, four)):
       ours, base, ours_twice, base_twice = (
         statistics.fmean(arm[seed] for seed in seeds) for arm in four
       )
       gaps = map(page.signed, (ours - base, ours_twice - base_twice))
-      lines.append([study.variants[name].label, *gaps, len(seeds)])
+      lines.append([compared.study.variants[name].label, *gaps, len(seeds)])
   header = ("residual", "difference", "with twice the steps", "pairs")
   return page.Table(header, lines)
 
@@ -242,7 +195,7 @@ def forest(
     rows: its own.
     in_order: the smallest loss first, not the order of the study.
   """
-  apart = differences(study, rows)
+  apart = compare(study, rows).apart
   names = [name for name in study.variants if name in apart]
   if in_order:
     names.sort(key=lambda name: apart[name].mean)
@@ -289,15 +242,6 @@ def forest(
   return shape
 
 
-def differences(
-  study: Study, rows: Sequence[Row]
-) -> dict[str, pairs.Difference]:
-  """Differences from the baseline of every variant that has a pair."""
-  every = at_own_settings(with_shared(study, rows))
-  losses, spread = pairs.losses(every, "variant"), spread_of(rows, study)
-  return pairs.differences(losses, BASELINE, CONTROL, spread)
-
-
 def at_own_settings(rows: Sequence[Row], budget: float = 1.0) -> list[Row]:
   """Rows at the chosen rate, with this multiple of the steps."""
   return [
@@ -307,40 +251,70 @@ def at_own_settings(rows: Sequence[Row], budget: float = 1.0) -> list[Row]:
   ]
 
 
-def _speedup(
-  rows: Sequence[Row], name: str, spread: pairs.Spread | None
-) -> str:
+def _spread(rows: Sequence[Row]) -> pairs.Spread | None:
+  """The spread of the protocol to which rows belong.
+
+  All committed rows of the laptop's protocol count if the rows are of it, so
+  that the same pairs have the same interval on every page.
+  """
+  protocols = _protocols(rows)
+  committed = (
+    row
+    for path in _LAPTOP
+    for row in at_own_settings(_read(path))
+    if _protocols([row]) <= protocols
+  )
+  # A run that was trained again, perhaps under another name, counts once.
+  runs = {(r["variant"], int(r["seed"])): r for r in (*committed, *rows)}
+  losses = pairs.losses([*runs.values()], "variant")
+  return pairs.pooled(losses, BASELINE, CONTROL)
+
+
+def _protocols(rows: Sequence[Row]) -> set[tuple[str, ...]]:
+  """What rows have in common whose losses can be compared."""
+  # Of a sweep, these are numbers; in a file, text. By 6ND, all schemes of a
+  # network need the same.
+  names = "data", "tokens", "peak_lr", "compute_6nd"
+  return {
+    tuple(str(row.get(name)) for name in names) for row in at_own_settings(rows)
+  }
+
+
+def _read(path: str) -> list[dict[str, str]]:
+  return csv_rows.read(_EXPERIMENTS / path, missing_ok=True)
+
+
+def _speedup(compared: Comparison, name: str) -> str:
   """By the law of PreNorm over its budgets; empty without these or pairs.
 
   Empty for arms that failed, too: they have no spread.
   """
-  if spread is None:
+  gap = compared.apart.get(name)
+  if gap is None or gap.spread is None:
     return ""
-  baseline = [
-    row for row in rows if row["variant"] == BASELINE and not row.get(_RATE)
+  settings = {name: at_own_settings(compared.rows), BASELINE: compared.rows}
+  used = [
+    row
+    for variant, rows in settings.items()
+    for row in rows
+    if row["variant"] == variant and not row.get(_RATE)
   ]
-  other = [row for row in at_own_settings(rows) if row["variant"] == name]
+  tokens = lambda row: int(row["tokens"])
   try:
+    runs = rows_lib.by_scheme(used, "residual", "variant", tokens)
     estimate = scaling.effective_speedup(
-      _runs(baseline), _runs(other), spread=spread
+      runs[BASELINE], runs[name], spread=gap.spread
     )
   except config_lib.ConfigError:
     return ""
   return str(page.interval(*estimate))
 
 
-def _runs(rows: Sequence[Row]) -> fit_lib.Runs:
-  return fit_lib.Runs(
-    compute=[float(row["compute_residual"]) for row in rows],
-    loss=[fit_lib.loss_of(row) for row in rows],
-    size=tuple(int(row["tokens"]) for row in rows),
-    seed=tuple(int(row["seed"]) for row in rows),
-  )
-
-
-def _published(study: Study, name: str) -> str:
-  """The paper's loss and its difference from the baseline."""
-  loss = study.variants[name].published
-  if loss is None or name == BASELINE:
-    return f"{loss:.3f}" if loss else ""
-  return f"{loss:.3f} ({page.signed(loss - paper.TABLE_4[BASELINE], 3)})"
+def _published(variants: Mapping[str, Variant], name: str) -> str:
+  """The paper's loss, if it has several, and its difference from PreNorm's."""
+  losses = {n: v.published for n, v in variants.items() if v.published}
+  if name not in losses or len(losses) == 1:
+    return ""
+  text = f"{losses[name]:.3f}"
+  apart = page.signed(losses[name] - losses[BASELINE], 3)
+  return text if name == BASELINE else f"{text} ({apart})"

@@ -36,20 +36,9 @@ from attnres_jax.config import errors
 from attnres_jax.flops import parameters
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
-from experiments import publish
-from experiments.pages import readme
 from experiments.residual_zoo import report
 
 _RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
-PUBLISHED = readme.Published(
-  _RESULTS.parent,
-  [
-    readme.Place(report.table),
-    readme.Place(report.losses, "losses", rows="trained"),
-  ],
-  {"matrices.svg": report.figure, "differences.svg": report.differences},
-  figure_rows=("results", "trained"),
-)
 
 # Costs are counted at d=512 with 24 sublayers in 8 blocks, in bfloat16.
 COST = "configs/lm.py:size=small,residual="
@@ -201,14 +190,14 @@ def _main(options: argparse.Namespace) -> None:
     names = options.schemes.split(",")
   for name in names:
     errors.check_in("--schemes", name, residuals.RESIDUALS)
-  table = {row["scheme"]: row for row in PUBLISHED.read()}
+  table = {row["scheme"]: row for row in report.PUBLISHED.read()}
   origin = environment.facts()
   for name in tqdm.tqdm(names, unit="scheme"):
     table[name] = facts(name) | origin
     # After each, so that an interrupted run loses nothing.
     rows = [table[name] for name in residuals.RESIDUALS if name in table]
     csv_rows.write(_RESULTS, rows)
-  publish.publish(PUBLISHED)
+  report.PUBLISHED.write()
 
 
 if __name__ == "__main__":

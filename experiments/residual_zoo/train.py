@@ -9,10 +9,9 @@ See the README beside this file.
 import sys
 
 from attnres_jax.sweep import cli
-from experiments.pages import variants
-from experiments.residual_zoo import config
+from experiments.pages import sweep
 
-EXPERIMENT, _ = variants.experiment(__file__, __doc__, config.STUDY)
+EXPERIMENT = sweep.experiment(__file__, __doc__)
 
 if __name__ == "__main__":
   sys.exit(cli.main(EXPERIMENT))

@@ -197,17 +197,19 @@ def _advantages(
 
 
 PUBLISHED = readme.Published(
-  pathlib.Path(__file__).parent,
-  places=[
-    readme.Place(results),
-    readme.Place(learning_rates, "learning_rates", "learning_rates"),
-    readme.Place(results, "first_law", "first_law"),
-    readme.Place(
-      plans.table, "plans", "../../configs/plans", "../../docs/plan.md"
+  __file__,
+  [
+    readme.Part(results),
+    readme.Part(learning_rates, "learning_rates", "learning_rates"),
+    readme.Part(results, "first_law", "first_law"),
+    *(
+      readme.Part(make, name, "../../configs/plans", f"../../docs/{page}.md")
+      for make, name, page in (
+        (plans.table, "plans", "plan"),
+        (plans.bought, "budgets", "launch"),
+      )
     ),
-    readme.Place(
-      plans.bought, "budgets", "../../configs/plans", "../../docs/launch.md"
-    ),
+    readme.Part(figure, document="laws.svg"),
   ],
-  figures={"laws.svg": figure},
+  render,
 )

@@ -12,13 +12,10 @@ See the README beside this file.
 import sys
 
 from attnres_jax.sweep import cli
+from experiments.pages import sweep
 
-EXPERIMENT = cli.Experiment(
-  program="python -m experiments.scaling_law.run",
-  description=__doc__ or "",
-  config="configs/scaling.py",
-  workdir="runs/scaling",
-  render=cli.render_in("experiments.scaling_law.report"),
+EXPERIMENT = sweep.experiment(
+  __file__, __doc__, config="configs/scaling.py", workdir="runs/scaling"
 )
 
 if __name__ == "__main__":

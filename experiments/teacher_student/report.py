@@ -69,3 +69,6 @@ def results(rows: Sequence[Row]) -> str:
     f" pairs with {pairs.LEVEL:.0%} intervals."
   )
   return readme.text(*parts, readme.origin(rows))
+
+
+PUBLISHED = readme.Published(__file__, [readme.Part(results)])

@@ -22,8 +22,6 @@ from attnres_jax.common import csv_rows
 from attnres_jax.common import environment
 from attnres_jax.common import files
 from attnres_jax.config import fields
-from experiments import publish
-from experiments.pages import readme
 from experiments.teacher_student import report
 from experiments.teacher_student import toy
 
@@ -32,7 +30,6 @@ RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 SIZES = toy.Sizes()
 
 _RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
-PUBLISHED = readme.Published(_RESULTS.parent, [readme.Place(report.results)])
 
 
 def rows(
@@ -95,7 +92,7 @@ def _main(options: argparse.Namespace) -> None:
     table += [row | origin for row in rows(*group, SIZES)]
     csv_rows.write(out, table)
   if out == _RESULTS:
-    publish.publish(PUBLISHED)
+    report.PUBLISHED.write()
 
 
 if __name__ == "__main__":

@@ -42,3 +42,6 @@ def results(rows: Sequence[Row]) -> str:
     f" ({minutes:.1f} minutes each). \N{PLUS-MINUS SIGN} is a"
     f" {pairs.LEVEL:.0%} t interval. {readme.origin(rows)}",
   )
+
+
+PUBLISHED = readme.Published(__file__, [readme.Part(results)])

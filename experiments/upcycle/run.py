@@ -29,8 +29,6 @@ from attnres_jax.interop import weights_folder
 from attnres_jax.train import checkpoint
 from attnres_jax.train import loop
 from attnres_jax.train import run_folder
-from experiments import publish
-from experiments.pages import readme
 from experiments.upcycle import report
 
 # Of the source: its network, and its protocol.
@@ -60,7 +58,6 @@ ARMS: dict[str, tuple[config_lib.ResidualConfig, dict[str, Any]]] = {
 }  # fmt: skip
 
 _RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
-PUBLISHED = readme.Published(_RESULTS.parent, [readme.Place(report.results)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,7 +89,7 @@ def _main(options: argparse.Namespace) -> None:
     csv_rows.write(out, rows)
     jax.clear_caches()
   if out == _RESULTS:
-    publish.publish(PUBLISHED)
+    report.PUBLISHED.write()
 
 
 def _row(

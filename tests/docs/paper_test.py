@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from attnres_jax.common import csv_rows
-from experiments import publish
 from experiments.looks import run as looks
+from experiments.pages import readme
 from notebooks import execute
 from tests import tiny_network
 from tests import tiny_run
@@ -94,7 +94,7 @@ def test_commands(words, tmp_path, monkeypatch, capfd):
 def _shrink(module, monkeypatch):
   """Puts small networks in place of trained ones, and writes no rows."""
   if module in ("experiments.looks.run", "experiments.residual_zoo.run"):
-    monkeypatch.setattr(publish, "publish", lambda published: None)
+    monkeypatch.setattr(readme.Published, "write", lambda published: None)
     monkeypatch.setattr(csv_rows, "write", lambda path, rows: None)
   if module == "experiments.looks.run":
     network = looks.Network(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents agree with committed rows, and one command fills them."""
 
+import dataclasses
 import pathlib
 import shutil
 
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
@@ -16,26 +16,20 @@ from experiments.scaling_law import report
 from tests.sweep import tiny_sweep
 
 ROOT = pathlib.Path(__file__).parents[2]
-NAMES = sorted(
-  path.parent.name
-  for name in ("run", "report")
-  for path in (ROOT / "experiments").glob(f"*/{name}.py")
-  if "PUBLISHED =" in path.read_text()
-)
+NAMES = sorted(p.parent.name for p in ROOT.glob("experiments/*/report.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_show_the_committed_rows(name):
-  published = publish.load(name)
-  try:
-    filled = published.filled()
-  except config_lib.ConfigError as error:
-    pytest.skip(str(error))
+  published = readme_lib.load(name)
+  # Versions of matplotlib draw differently.
+  parts = [p for p in published.parts if not p.document.endswith(".svg")]
+  filled = dataclasses.replace(published, parts=parts).filled()
   command = f"python -m experiments.publish {name}"
-  for place in published.places:
-    path = published.folder / place.document
+  for part in parts:
+    path = published.folder / part.document
     text = path.read_text(encoding="utf-8")
-    assert f"<!-- {place.name}: {command} -->" in text
+    assert f"<!-- {part.name}: {command} -->" in text
     assert filled[path] == text, f"run `{command}`"
 
 
@@ -53,8 +47,9 @@ def test_rows_are_adopted_once_a_sweep_is_done(tmp_path, monkeypatch, capsys):
     "above\n<!-- results: how -->\nold\n<!-- /results -->\nbelow\n"
     "<!-- learning_rates: how -->\nkept\n<!-- /learning_rates -->\n"
   )
-  published = publish.load("scaling_law")._replace(folder=experiment)
-  monkeypatch.setattr(publish, "load", lambda name: published)
+  published = readme_lib.load("scaling_law")
+  published = dataclasses.replace(published, file=experiment / "report.py")
+  monkeypatch.setattr(readme_lib, "load", lambda name: published)
   runs = grid.select(grid.load("configs/scaling.py"), "^(xs|s)-.*seed0")
   runs = folder_lib.prepare(sweep, runs, "configs/scaling.py")
   for run in runs[:-1]:
@@ -84,9 +79,9 @@ def test_rows_are_adopted_once_a_sweep_is_done(tmp_path, monkeypatch, capsys):
 
 def test_rows_of_other_runs_stay_if_asked(tmp_path, monkeypatch):
   (tmp_path / "README.md").write_text("<!-- results: x -->\n<!-- /results -->")
-  place = readme_lib.Place(lambda rows: "+".join(row["run"] for row in rows))
-  published = readme_lib.Published(tmp_path, [place])
-  monkeypatch.setattr(publish, "load", lambda name: published)
+  part = readme_lib.Part(lambda rows: "+".join(row["run"] for row in rows))
+  published = readme_lib.Published(tmp_path / "report.py", [part])
+  monkeypatch.setattr(readme_lib, "load", lambda name: published)
 
   def adopt(*runs, add, data=""):
     rows = [{"run": run, "data": data} for run in runs]
@@ -123,8 +118,9 @@ def test_refused_rows_change_nothing(
   for file in ("docs/launch.md", "docs/plan.md", "configs/plans.csv"):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / file, tmp_path / file)
-  published = publish.load(name)._replace(folder=folder)
-  monkeypatch.setattr(publish, "load", lambda name: published)
+  published = readme_lib.load(name)
+  published = dataclasses.replace(published, file=folder / "report.py")
+  monkeypatch.setattr(readme_lib, "load", lambda name: published)
   if content is None:
     rows = published.read()
     content = csv_rows.text([dict(rows[0], validation_loss="nan"), *rows[1:]])

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from attnres_jax.common import csv_rows
-from experiments import publish
+from experiments.pages import readme
 from tests.experiments import publish_test
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -58,8 +58,8 @@ def test_documents_name_every_commit_of_their_rows(name):
   folders = ("experiments", "kernels", "docs")
   pages = (page for folder in folders for page in (ROOT / folder).rglob("*.md"))
   named = "\n".join(page.read_text() for page in pages)
-  published = publish.load(name)
-  for file in {place.rows for place in published.places}:
+  published = readme.load(name)
+  for file in {part.rows for part in published.parts}:
     if "/" in file or not file:
       continue
     commits = {row["commit"] for row in published.read(file)}

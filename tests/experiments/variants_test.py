@@ -133,13 +133,13 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
   monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
   study = block_size.STUDY
   rows = [_row("size2", 0, 1.96, 100, "")]
-  assert report.with_shared(study, rows) == rows
+  assert report.compare(study, rows).rows == rows
   (tmp_path / "ablations").mkdir()
   csv_rows.write(
     tmp_path / "ablations" / "results.csv",
     [*_rows(), _row("mhc", 0, 1.9, 100, "")],
   )
-  lines = report.table(study, report.with_shared(study, rows)).rows
+  lines = report.table(report.compare(study, rows)).rows
   assert [line[0] for line in lines] == ["PreNorm", "S = 1", "S = 2", "S = 4"]
   assert lines[2][3] == "\N{MINUS SIGN}0.0400 \N{PLUS-MINUS SIGN} 0.0000"
   # A row of a sweep is paired with rows of a file.
@@ -163,8 +163,9 @@ def test_rows_of_another_protocol_are_not_compared(name, tmp_path, monkeypatch):
   """Such as the paper's scale, or the text of another Python."""
   _commit(tmp_path, monkeypatch, ablations=_rows())
   rows = [row | {name: "7"} for row in _rows()]
-  assert report.with_shared(block_size.STUDY, rows) == rows
-  table = report.table(block_size.STUDY, rows)
+  compared = report.compare(block_size.STUDY, rows)
+  assert compared.rows == rows
+  table = report.table(compared)
   pairs = list(table.header).index("pairs")
   assert [line[pairs] for line in table.rows] == [3, 1, 3]
 
@@ -172,12 +173,12 @@ def test_rows_of_another_protocol_are_not_compared(name, tmp_path, monkeypatch):
 def test_the_spread_is_of_one_text_and_counts_a_run_once(tmp_path, monkeypatch):
   """A run may be trained again, under another name."""
   _commit(tmp_path, monkeypatch)
-  spread = report.spread_of(_rows(), ablations.STUDY)
+  spread = report.compare(ablations.STUDY, _rows()).spread
   losses = enumerate((1.9, 2.2))
   old = [_row("size2", seed, loss, 100, "") for seed, loss in losses]
   rows = [row | {"data": "new"} for row in _rows()]
   _commit(tmp_path, monkeypatch, ablations=rows, block_size=old)
-  assert report.spread_of(rows, ablations.STUDY) == spread
+  assert report.compare(ablations.STUDY, rows).spread == spread
 
 
 def test_the_zoo(tmp_path, monkeypatch):
@@ -192,7 +193,7 @@ def test_the_zoo(tmp_path, monkeypatch):
   ]
   assert len(twice) == len(study.longer)
   rows = [*_rows(), _row("elmo", 0, 1.8, 100, "")]
-  axes = zoo_report.differences([], rows).axes[0]
+  axes = zoo_report.differences(rows).axes[0]
   labels = [label.get_text() for label in axes.get_yticklabels()]
   assert labels[0] == "ELMo readout"
 

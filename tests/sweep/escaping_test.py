@@ -23,7 +23,7 @@ HOSTILE = """<script>alert('x')</script>"><img src=x onerror="y">&{{ body }}"""
 SPECS = {
   "laws": ("configs/scaling.py", law_report.render),
   "rates": ("configs/scaling.py:scale=laptop_lr", law_report.render),
-  "shapes": ("configs/arch_sweep.py", arch_report.render),
+  "shapes": ("configs/arch_sweep.py", arch_report.PUBLISHED.render),
   "any": ("configs/scaling.py", sweep_page.render),
 }
 

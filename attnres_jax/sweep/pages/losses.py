@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of a sweep, by setting, scheme and seed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import re
 from typing import Any
 
@@ -81,6 +81,24 @@ def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
   return page.Table([name, "N", *map(figures.name_of, schemes)], lines)
 
 
+def means(runs: Frame, arm: str | list[str], column: str) -> Frame:
+  """Mean losses of a `frame`: a line per arm, values of a column across."""
+  numbers = runs.astype({column: float})
+  arms = numbers.pivot_table("loss", arm, column, sort=False)
+  return arms[sorted(arms)]
+
+
+def lowest_marked(
+  rows: Sequence[Row], arm: str, column: str, name: Callable[[str], str]
+) -> page.Table:
+  """A line per arm, which `name` names, a column per value; lowest in bold."""
+  arms = means(frame(rows), arm, column)
+  lines = [
+    [name(label), *bold(row, row.idxmin())] for label, row in arms.iterrows()
+  ]
+  return page.Table([arm, *(f"{v:g}" for v in arms)], lines)
+
+
 def best_marked(
   rows: Sequence[Row], column: str, name: str = "setting"
 ) -> page.Table:
@@ -88,9 +106,7 @@ def best_marked(
 
   Losses are means over seeds.
   """
-  runs = _by_value(rows, column)
-  arms = runs.pivot_table("loss", [*_ARM, "best"], column, sort=False)
-  arms = arms[sorted(arms)]
+  arms = means(_by_value(rows, column), [*_ARM, "best"], column)
   lines = [
     [label or "all", figures.name_of(scheme), *bold(row, best)]
     for (label, scheme, best), row in arms.iterrows()

@@ -6,8 +6,10 @@ so that nothing written by a run, a config file or a network can reach a page as
 markup.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
+import itertools
+import operator
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -70,6 +72,31 @@ class Table(NamedTuple):
 
   header: Sequence[str | int]
   rows: Sequence[Sequence[Cell | str | int]]
+
+  @classmethod
+  def of(
+    cls, rows: Iterable[Any], columns: Mapping[str, str | Callable[[Any], Any]]
+  ) -> "Table":
+    """A line per row, without columns in which nothing stands.
+
+    Args:
+      rows: anything.
+      columns: by their headings, what makes a cell of a row, or the name of one
+        of its cells.
+    """
+    makes = {
+      name: operator.itemgetter(make) if isinstance(make, str) else make
+      for name, make in columns.items()
+    }
+    lines = [[make(row) for make in makes.values()] for row in rows]
+    used = [
+      any(str(line[i]) for line in lines) or not lines
+      for i in range(len(columns))
+    ]
+    return cls(
+      list(itertools.compress(columns, used)),
+      [list(itertools.compress(line, used)) for line in lines],
+    )
 
   def markdown(self) -> str:
     """The table in Markdown, for a README."""

@@ -83,13 +83,13 @@ def test_shapes_without_a_pair_or_with_two_seeds(tmp_path):
       ("prenorm", "12.0", "0.25", "2.7"),
     )
   ]
-  rhos, etas, losses = report.heatmaps(rows)
-  assert (rhos, etas) == ([2.3, 12.0], [0.25, 0.5])
-  np.testing.assert_array_equal(losses["prenorm"], [[2.5, np.nan], [2.7, 2.6]])
+  prenorm = report.means(rows)["prenorm"].unstack()
+  assert [*prenorm.index] == [2.3, 12.0] and [*prenorm] == [0.25, 0.5]
+  np.testing.assert_array_equal(prenorm, [[2.5, np.nan], [2.7, 2.6]])
   assert "lower in 1 of 2 shapes" in report.gains(rows)
   assert "| 12 | 0.25 | 2.7000 |  |  |" in report.table(rows).markdown()
   assert report.gains([]).startswith("No shape has been trained")
 
   runs = folder_lib.prepare(tmp_path, grid.load(SPEC), SPEC)
-  page = report.render(tmp_path, monitor.of_folder(tmp_path))
+  page = report.PUBLISHED.render(tmp_path, monitor.of_folder(tmp_path))
   assert f"0/{len(runs)} done" in page and "Heatmaps appear" in page

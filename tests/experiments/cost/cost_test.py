@@ -70,9 +70,9 @@ def _compiled(arm, batch, gigabytes, milliseconds, **more):
 def test_rows_without_a_ratio():
   """A program that does not fit, and an arm without its baseline."""
   row = _compiled("full_attnres", 64, "", "", peak_GiB="does not fit")
-  text = report._TABLES["served"]([row])
-  assert "Full AttnRes |  | 1.0 |  | does not fit" in text
   lone = _compiled("block_attnres", 2, 1.01, 9.9)
+  text = report.compiled([row, lone], ("decode", "prefill"))
+  assert "Full AttnRes |  | 1.0 |  | does not fit" in text
   assert "9.9" not in report.latency([row, lone])
 
 

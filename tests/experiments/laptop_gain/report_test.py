@@ -6,13 +6,14 @@ import math
 import numpy as np
 import pytest
 
+from attnres_jax.sweep.pages import losses as losses_lib
 from experiments.laptop_gain import config
 from experiments.laptop_gain import report
-from experiments.laptop_gain import run
 
 
 def test_each_arm_trains_at_its_best_rate():
-  means = report.mean_losses(run.PUBLISHED.read("rates"))
+  runs = losses_lib.frame(report.PUBLISHED.read("rates"))
+  means = losses_lib.means(runs, "arm", "rate")
   assert {arm: by_rate.idxmin() for arm, by_rate in means.iterrows()} == dict(
     config.RATES
   )

@@ -139,10 +139,10 @@ def _of_shapes(kernels: Sequence[str], several: Sequence[Any]) -> list[Line]:
   return [(name, str(shape), [shape]) for name in kernels for shape in several]
 
 
-def _place(name: str, *table: Any, make: Any = of_reads) -> readme.Place:
+def _place(name: str, *table: Any, make: Any = of_reads) -> readme.Part:
   document = "../../kernels/benchmarks/results/README.md"
   make = functools.partial(compiled, *table) if table else make
-  return readme.Place(make, name, "", document)
+  return readme.Part(make, name, "", document)
 
 
 _KDA = [
@@ -150,12 +150,12 @@ _KDA = [
   "short_conv_backward",
 ]  # fmt: skip
 _SLOTS = "{hbm_us:.0f}, {schedule_us:.0f}, {ratio}, {limiting_slot} {slot_use}"
-PLACES = [
+PUBLISHED = readme.Published(__file__, [
   _place("gpu"),
   _place("gpu_static", make=of_gpu_kernels),
   _place("static", "tpu_static", _CHIPS, "{ratio}", _depth()),
   _place("heads", "tpu_static", ["v5p"], "{ratio}", _heads()),
   _place("kda", "kda_static", (*_CHIPS, "v4"), _SLOTS,
          _of_shapes(_KDA, kda_shapes.NAMED)),
-  *(readme.Place(of_device, name, name) for name in ("h100", "h200")),
-]  # fmt: skip
+  *(readme.Part(of_device, name, name) for name in ("h100", "h200")),
+])  # fmt: skip
