@@ -4,7 +4,7 @@
 The tables say by path how each parameter of each config is cut over a mesh and
 trained. They are the ones that checkpoints and published runs were made with,
 and so they do not follow the code: add rows for new parameters, change none.
-(Experts were cut along D, with gate and up apart: `train.old_names`.)
+(Experts were cut along D, with gate and up apart.)
 """
 
 import dataclasses

@@ -38,7 +38,6 @@ from attnres_jax.common import processes
 from attnres_jax.common import sharding
 from attnres_jax.common import trees
 from attnres_jax.train import checksums
-from attnres_jax.train import old_names
 from attnres_jax.train import orbax_io
 from attnres_jax.train import train_state
 
@@ -180,8 +179,7 @@ def describe(
   """
   path = _folder(workdir, step)
   with orbax_io.quiet(), orbax_io.unsynced(), _explaining_damage(path):
-    info, there = orbax_io.describe(path)
-    return info, old_names.joined_shapes(there)
+    return orbax_io.describe(path)
 
 
 def read(
@@ -274,15 +272,11 @@ def _read(
   if damage:
     raise checksums.DamageError(damage[0])
   with orbax_io.quiet(), orbax_io.unsynced(some):
-    info, there = orbax_io.describe(path, tuple(parts))
-    stored = old_names.joined_shapes(there)
+    info, stored = orbax_io.describe(path, tuple(parts))
     if some:
       stored = {name: stored[name] for name in abstract if name in stored}
     _check_same_shapes(path, stored, abstract)
-    parts = orbax_io.split(old_names.split(abstract, there))
-    loaded = orbax_io.load(path, parts)
-    loaded = old_names.join(loaded, abstract)
-    jax.block_until_ready(loaded)
+    loaded = jax.block_until_ready(orbax_io.load(path, parts))
   return loaded, info
 
 

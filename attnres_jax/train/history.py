@@ -23,12 +23,12 @@ class History:
 
   Attributes:
     restored: the newest checkpoint that can be read; None at the first attempt.
-    tail: the end of metrics.jsonl.
+    rows: of earlier attempts.
     missing: step of a newer checkpoint that was completed, or None.
   """
 
   restored: checkpoint.Restored | None
-  tail: metrics_lib.Tail
+  rows: Rows
   missing: int | None
 
   @property
@@ -59,7 +59,7 @@ def report_start(
     writer: of the run.
     mesh: of its devices.
     step: with which it begins.
-    rows: of earlier attempts, beyond this step.
+    rows: of earlier attempts.
     resumes: whether there was a checkpoint.
     depth_reads: in which form the scheme reads over depth, if it does.
   """
@@ -85,7 +85,7 @@ def report_start(
 def missing_checkpoint(
   workdir: epath.Path,
   restored: checkpoint.Restored | None,
-  tail: metrics_lib.Tail,
+  rows: Rows,
 ) -> int | None:
   """The step of a newer checkpoint that was completed but is missing.
 
@@ -93,7 +93,7 @@ def missing_checkpoint(
     CheckpointError: some were completed, but none is left.
   """
   completed: set[int] = set()
-  for row in tail.rows:
+  for row in rows:
     if row.get("event") == "checkpoint":
       completed.add(row["step"])
     elif row.get("event") in ("checkpoint set aside", "checkpoint missing"):

@@ -221,9 +221,9 @@ def _restore(
   if summary is not None and run_folder.is_described(workdir):
     return summary
   restored = checkpoint.restore_latest(workdir, prepared.program.abstract_state)
-  tail = metrics_lib.read_tail(workdir, restored.step if restored else 0)
-  missing = history_lib.missing_checkpoint(workdir, restored, tail)
-  return history_lib.History(restored, tail, missing)
+  rows = metrics_lib.read_rows(workdir, lenient=True)
+  missing = history_lib.missing_checkpoint(workdir, restored, rows)
+  return history_lib.History(restored, rows, missing)
 
 
 def _begin(
@@ -256,7 +256,7 @@ def _begin(
     lines = account.start_lines(config, workdir, prepared.parameters, counts)
     print(*lines, sep="\n", flush=True)
   history_lib.report_start(
-    writer, mesh, step, past.tail.rows, bool(restored),
+    writer, mesh, step, past.rows, bool(restored),
     program.abstract_state.model.residual.form,
   )  # fmt: skip
   train_step, eval_step, depth_step = _compiled(prepared, writer, step)

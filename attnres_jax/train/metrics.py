@@ -6,11 +6,10 @@ and numbers, lists of numbers or short texts. Process 0 writes. metrics.jsonl is
 append-only and written row by row. When a run resumes at step n, rows of later
 steps are removed first, because they will be computed again with the same
 values. `event` rows stay: they are the history of the run, including its
-interruptions. All other rows are in the order of their steps, so the end of the
-file is enough to resume.
+interruptions. All other rows are in the order of their steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import dataclasses
 import json
 import math
@@ -25,10 +24,7 @@ from attnres_jax.common import records
 from attnres_jax.config import fields
 from attnres_jax.train import console as console_lib
 
-Row = Mapping[str, Any]
-
 FILE = "metrics.jsonl"
-_TAIL_BYTES = 1 << 20
 _END_BYTES = 1 << 16
 
 
@@ -37,21 +33,47 @@ class MetricsError(config_lib.RunError, ValueError):
 
 
 class Writer:
-  """Writes rows of a run to metrics.jsonl, and lines for people."""
+  """Appends rows of a run to metrics.jsonl, and prints lines for people.
+
+  On a local disk, every row is appended at once. Object stores cannot append,
+  so there the file is rewritten at every flush, which the training loop
+  requests before each checkpoint and at the end.
+  """
 
   def __init__(
     self,
-    file: "JsonlSink | None" = None,
+    workdir: epath.PathLike | None = None,
+    resume_step: int = 0,
     lines: console_lib.Console | None = None,
   ):
-    """Without a `file`, as on all processes but the first, it does nothing."""
-    self._file, self._lines = file, lines
+    """Removes rows after `resume_step`, except events.
+
+    Without a folder, as on all processes but the first, it writes nothing.
+    """
+    self._lines = lines
+    self._path = None if workdir is None else epath.Path(workdir) / FILE
+    self._file: Any = None
+    if self._path is None:
+      return
+    is_kept = lambda r: r["split"] == "event" or r["step"] <= resume_step
+    rows = _lines_of(self._path, lenient=True)
+    kept = b"".join(line + b"\n" for line, row in rows if is_kept(row))
+    if not self._path.exists() or files.read(self._path) != kept:
+      files.write(self._path, kept)
+    self._content = bytearray(kept)
+    if not files.is_remote(self._path):
+      # Unbuffered: a row that a full disk refused must not come back later.
+      self._file = open(self._path, "ab", buffering=0)
 
   def write(self, step: int, split: str, **values: Any) -> None:
     row = {"step": step, "split": split}
     row |= {name: _plain(value) for name, value in values.items()}
+    line = json.dumps(row, allow_nan=False).encode() + b"\n"
     if self._file is not None:
-      self._file.write(row)
+      while line:
+        line = line[self._file.write(line) :]
+    elif self._path is not None:
+      self._content += line
     if self._lines is not None:
       self._lines.write(row)
 
@@ -60,36 +82,13 @@ class Writer:
     self.write(step, "event", event=name, **values)
 
   def flush(self) -> None:
-    if self._file is not None:
-      self._file.flush()
+    if self._path is not None and self._file is None:
+      files.write(self._path, bytes(self._content))
 
   def close(self) -> None:
+    self.flush()
     if self._file is not None:
       self._file.close()
-
-
-def make_writer(
-  workdir: epath.PathLike,
-  config: config_lib.RunConfig,
-  *,
-  resume_step: int = 0,
-  primary: bool = True,
-  console: bool = True,
-) -> Writer:
-  """The writer of a run.
-
-  Args:
-    workdir: of the run; its metrics.jsonl is appended to.
-    config: of the run.
-    resume_step: rows after this step are removed from metrics.jsonl.
-    primary: whether this process writes.
-    console: whether it prints rows, too.
-  """
-  if not primary:
-    return Writer()
-  file = JsonlSink(epath.Path(workdir) / FILE, keep_through=resume_step)
-  lines = console_lib.Console(config.train.steps) if console else None
-  return Writer(file, lines)
 
 
 def read_rows(
@@ -110,20 +109,8 @@ def read_rows(
     MetricsError: a line is damaged.
   """
   path = epath.Path(workdir) / FILE
-  try:
-    lines = files.read(path).split(b"\n")
-  except FileNotFoundError:
-    return []
-  complete = list(enumerate(lines[:-1], start=1))
-  if split is not None:
-    complete = [(n, line) for n, line in complete if split.encode() in line]
-  rows = []
-  for number, line in complete:
-    try:
-      rows.append(_parse(line, f"{path}:{number}"))
-    except MetricsError:
-      if not lenient:
-        raise
+  word = (split or "").encode()
+  rows = [row for _, row in _lines_of(path, lenient, word)]
   return [row for row in rows if split in (None, row["split"])]
 
 
@@ -149,108 +136,21 @@ def last_rows(workdir: epath.PathLike) -> dict[str, dict[str, Any]]:
   return newest
 
 
-@dataclasses.dataclass(frozen=True)
-class Tail:
-  """The end of metrics.jsonl, after the last row that a resumed run keeps.
-
-  Attributes:
-    rows: after it: of later steps, or events.
-    lines: the same, as written in the file.
-    last_step: of the row before them; 0 where there is none.
-    start: bytes of the file before them.
-    clean: whether there is nothing else after `start`.
-  """
-
-  rows: list[dict[str, Any]]
-  lines: list[bytes]
-  last_step: int
-  start: int
-  clean: bool
-
-
-def read_tail(workdir: epath.PathLike, step: int) -> Tail:
-  """All rows after the last one, ignoring events, of a step up to `step`.
-
-  Lines that are not rows are left out; their steps will be computed again.
-  """
-  path = epath.Path(workdir) / FILE
-  size = path.stat().length if path.exists() else 0
-  length = min(size, _TAIL_BYTES)
-  while True:
-    start, lines = size - length, [b""]
-    if size:
-      lines = files.read(path, start)[:length].split(b"\n")
-    clean = not lines.pop()
-    later: list[tuple[bytes, dict[str, Any]]] = []
-    last_step = None
-    # What comes first is part of a line, unless it is the start of the file.
-    while last_step is None and len(lines) > (start > 0):
+def _lines_of(
+  path: epath.Path, lenient: bool, word: bytes = b""
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+  """Each complete line with `word`, and its row; see `read_rows`."""
+  try:
+    lines = files.read(path).split(b"\n")[:-1]
+  except FileNotFoundError:
+    return
+  for number, line in enumerate(lines, start=1):
+    if word in line:
       try:
-        row = _parse(lines[-1], path)
+        yield line, _parse(line, f"{path}:{number}")
       except MetricsError:
-        clean = False
-        lines.pop()
-        continue
-      if row["split"] != "event" and row["step"] <= step:
-        last_step = row["step"]
-      else:
-        later.append((lines.pop(), row))
-    if last_step is not None or not start:
-      break
-    length = min(size, 4 * length)
-  later.reverse()
-  return Tail(
-    rows=[row for _, row in later],
-    lines=[line for line, _ in later],
-    last_step=last_step or 0,
-    start=start + sum(len(line) + 1 for line in lines),
-    clean=clean,
-  )
-
-
-class JsonlSink:
-  """One JSON object per line.
-
-  On a local disk, every row is appended at once. Object stores cannot append,
-  so there the file is rewritten at every flush, which the training loop
-  requests before each checkpoint and at the end.
-  """
-
-  def __init__(self, path: epath.Path, keep_through: int):
-    self._path = path
-    self._remote = files.is_remote(path)
-    self._content = bytearray()
-    tail = read_tail(path.parent, keep_through)
-    events = [
-      line
-      for line, row in zip(tail.lines, tail.rows)
-      if row["split"] == "event"
-    ]
-    if self._remote or len(events) < len(tail.lines) or not tail.clean:
-      old = files.read(path)[: tail.start] if path.exists() else b""
-      self._content += old + b"".join(line + b"\n" for line in events)
-      files.write(path, bytes(self._content))
-    if not self._remote:
-      self._content.clear()
-      # Unbuffered: a row that a full disk refused must not come back later.
-      self._file = open(path, "ab", buffering=0)
-
-  def write(self, row: Row) -> None:
-    line = _dump(row).encode()
-    if self._remote:
-      self._content += line
-      return
-    while line:
-      line = line[self._file.write(line) :]
-
-  def flush(self) -> None:
-    if self._remote:
-      files.write(self._path, bytes(self._content))
-
-  def close(self) -> None:
-    self.flush()
-    if not self._remote:
-      self._file.close()
+        if not lenient:
+          raise
 
 
 def _plain(value: Any) -> Any:
@@ -264,10 +164,6 @@ def _plain(value: Any) -> Any:
   if isinstance(value, float) and not math.isfinite(value):
     return None
   return value
-
-
-def _dump(row: Row) -> str:
-  return json.dumps(row, allow_nan=False) + "\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,5 +190,5 @@ def _parse(line: bytes, where: object) -> dict[str, Any]:
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
-  Place.of_values(row)
+  Place(row.get("step"), row.get("split"))  # pyrefly: ignore
   return row

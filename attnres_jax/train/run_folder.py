@@ -26,6 +26,7 @@ from attnres_jax.common import records
 from attnres_jax.config import fields
 from attnres_jax.train import account
 from attnres_jax.train import checkpoint
+from attnres_jax.train import console as console_lib
 from attnres_jax.train import goodput
 from attnres_jax.train import metrics as metrics_lib
 from attnres_jax.train import saves
@@ -210,14 +211,13 @@ def open_run(
   console: bool = True,
 ) -> metrics_lib.Writer:
   """Writes the description of the run, and opens its metrics."""
-  primary = processes.is_first()
-  if primary:
-    records.write(workdir / CONFIG, config)
-    files.write(workdir / DATA, json.dumps(descriptions, indent=2) + "\n")
-    (workdir / SUMMARY).unlink(missing_ok=True)
-  return metrics_lib.make_writer(
-    workdir, config, resume_step=step, primary=primary, console=console
-  )
+  if not processes.is_first():
+    return metrics_lib.Writer()
+  records.write(workdir / CONFIG, config)
+  files.write(workdir / DATA, json.dumps(descriptions, indent=2) + "\n")
+  (workdir / SUMMARY).unlink(missing_ok=True)
+  lines = console_lib.Console(config.train.steps) if console else None
+  return metrics_lib.Writer(workdir, step, lines)
 
 
 def write_network(

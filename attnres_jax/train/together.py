@@ -292,14 +292,14 @@ class Group:
 
   def _open_run(self, i: int, restored: checkpoint.Restored | None) -> "_Run":
     config, workdir = self.configs[i], self.workdirs[i]
-    tail = metrics_lib.read_tail(workdir, self.step)
+    rows = metrics_lib.read_rows(workdir, lenient=True)
     descriptions = self._descriptions(i)
     writer = run_folder.open_run(
       workdir, config, descriptions, self.step, console=False
     )
     model = self.program.abstract_state.model
     history.report_start(
-      writer, self.program.mesh, self.step, tail.rows, bool(restored),
+      writer, self.program.mesh, self.step, rows, bool(restored),
       model.residual.form,
     )  # fmt: skip
     log = step_log.StepLog(

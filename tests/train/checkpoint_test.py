@@ -19,8 +19,6 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import files
-from attnres_jax.common import sharding
-from attnres_jax.common import trees
 from attnres_jax.train import checkpoint
 from attnres_jax.train import checksums
 from attnres_jax.train import orbax_io
@@ -380,45 +378,6 @@ def test_load_model(tmp_path):
   _assert_equal(checkpoint.load_model(tmp_path, step=0)[1], trained[0])
   with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of step"):
     checkpoint.load_model(tmp_path, step=7)
-
-
-@pytest.mark.parametrize("mesh", [None, dict(fsdp=2, expert=2, tensor=2)])
-def test_experts_of_older_checkpoints(tmp_path, mesh):
-  """Gate and up were two arrays, the other way round, and so were moments."""
-  model = tiny_network.config(vocab_size=258, **tiny_network.KINDS)
-  config = config_lib.RunConfig(model=model)
-  net = models.build_model(model)
-  state = dict(model=net, opt_state=jax.tree.map(lambda x: 2 * x, net))
-  flat = trees.to_flat(state)
-  old = {}
-  for name, leaf in flat.items():
-    if "moe/core/gate_and_up" in name:
-      gate, up = jnp.moveaxis(jnp.swapaxes(leaf, -1, -2), 2, 0)
-      old[name.replace("gate_and_up", "gate")] = gate
-      old[name.replace("gate_and_up", "up")] = up
-    else:
-      old[name] = leaf
-  assert len(old) == len(flat) + 2
-  info = {"config": config_lib.to_dict(config)}
-  with saves.Saver(tmp_path, CONFIG) as saver:
-    saver.save(1, old, info)
-  abstract = _abstract(state)
-  if mesh:
-    mesh = sharding.make_mesh(config_lib.MeshConfig(**dict(data=1) | mesh))
-    places = sharding.state_sharding(abstract, mesh)
-    abstract = sharding.with_sharding(abstract, places)
-  restored = checkpoint.restore_latest(tmp_path, abstract)
-  _assert_equal(restored.state, state)
-  jax.tree.map(
-    lambda a, b: (
-      a.sharding.is_equivalent_to(b.sharding, a.ndim) or pytest.fail()
-    ),
-    restored.state,
-    abstract,
-  )
-  _assert_equal(checkpoint.load_model(tmp_path, 1)[1], net)
-  shapes = checkpoint.describe(tmp_path, 1)[1]
-  assert shapes == {name: leaf.shape for name, leaf in flat.items()}
 
 
 def test_arrays_that_cannot_be_listed_name_the_damaged_file(tmp_path):

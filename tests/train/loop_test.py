@@ -232,13 +232,8 @@ def test_damaged_files_are_rebuilt(quick_whole, quick_run, quick, finished):
   lines[line:line] = ["garbage"]
   lines[lost + 1] = lines[lost + 1][:-9]
   (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-  damaged_line = lines[lost + 1]
   summary = tiny_run.train_here(run, quick)
-  text = (run / "metrics.jsonl").read_text()
-  assert "garbage\n" in text
-  if finished:
-    text = text.replace(damaged_line + "\n", "")
-  (run / "metrics.jsonl").write_text(text.replace("garbage\n", ""))
+  metrics.read_rows(run)  # Without an error: both lines are left out.
   assert {name: (run / name).read_text() for name in names[:2]} == {
     name: good[name] for name in names[:2]
   }

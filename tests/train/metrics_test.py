@@ -5,16 +5,12 @@ import io
 import json
 import random
 
-from etils import epath
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax.train import console as console_lib
 from attnres_jax.train import metrics
-
-CONFIG = config_lib.RunConfig()
 
 
 def _steps(path, split="train"):
@@ -22,7 +18,7 @@ def _steps(path, split="train"):
 
 
 def test_rows_are_on_disk_before_close(tmp_path):
-  writer = metrics.make_writer(tmp_path, CONFIG)
+  writer = metrics.Writer(tmp_path)
   norms = np.array([1.0, np.inf])
   writer.write(1, "train", loss=np.float32(2.5), norms=norms, z=jnp.nan)
   line = (tmp_path / "metrics.jsonl").read_text()
@@ -61,28 +57,16 @@ def _rows_at_random(rng):
 
 
 @pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("tail_bytes", [40, 1 << 20])
-def test_the_end_of_the_file_is_enough(tmp_path, monkeypatch, seed, tail_bytes):
-  """A resumption reads back from the end, and keeps what a filter keeps."""
-  monkeypatch.setattr(metrics, "_TAIL_BYTES", tail_bytes)
+def test_a_resumption_keeps_events_and_earlier_rows(tmp_path, seed):
   rng = random.Random(seed)
   rows = _rows_at_random(rng)
   text = "".join(json.dumps(row) + "\n" for row in rows)
   path = tmp_path / "metrics.jsonl"
   path.write_text(text + rng.choice(["", '{"step": 99, "spl', "garbage\n"]))
   step = rng.randint(0, rows[-1]["step"] + 1)
-  past = [row for row in rows if row["step"] > step]
-  not_events = [
-    row["step"] for row in rows
-    if row["split"] != "event" and row["step"] <= step
-  ]  # fmt: skip
-  tail = metrics.read_tail(tmp_path, step)
-  assert tail.last_step == max(not_events, default=0)
-  assert [row for row in past if row not in tail.rows] == []
-  assert rows[len(rows) - len(tail.rows) :] == tail.rows
-  sink = metrics.JsonlSink(epath.Path(path), keep_through=step)
-  sink.write({"step": 100, "split": "train"})
-  sink.close()
+  writer = metrics.Writer(tmp_path, step)
+  writer.write(100, "train")
+  writer.close()
   left = [row for row in rows if row["split"] == "event" or row["step"] <= step]
   assert metrics.read_rows(tmp_path)[:-1] == left
 
@@ -91,7 +75,7 @@ def test_a_resumption_without_lost_rows_leaves_the_file(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_text('{"step": 1, "split": "train"}\n')
   before = path.stat().st_ino
-  metrics.JsonlSink(epath.Path(path), keep_through=1).close()
+  metrics.Writer(tmp_path, 1).close()
   assert path.stat().st_ino == before
 
 
