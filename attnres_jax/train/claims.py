@@ -26,6 +26,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -210,7 +211,8 @@ def held(
     HeldError: another run holds it; raised on all processes.
     OSError: nothing can be written there; the others get a HeldError.
   """
-  claim, error = None, None
+  claim, error, workdir = None, None, epath.Path(workdir)
+  is_new = not files.is_remote(workdir) and not workdir.exists()
   if ours is None and processes.is_first():
     try:
       claim = acquire(workdir, patience_seconds=2 * LEASE_SECONDS)
@@ -225,6 +227,8 @@ def held(
     yield claim
   finally:
     if claim is not None:
+      if is_new and os.listdir(workdir) == [LOCK]:  # The start was refused.
+        shutil.rmtree(workdir)
       claim.release()
 
 
@@ -273,7 +277,10 @@ def _lock(
   while True:
     try:
       fcntl.flock(file, kind | fcntl.LOCK_NB)
-      return file
+      if os.fstat(file.fileno()).st_nlink:
+        return file
+      file.close()  # A refused start has removed it with its folder.
+      return None
     except BlockingIOError:
       if time.monotonic() >= deadline:
         file.close()

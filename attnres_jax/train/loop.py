@@ -86,14 +86,12 @@ class Run:
     while self.step < self.config.train.steps:
       if self.stop.requested(self.step):
         return True
-      self._start_profile()
-      with self.profiler.step(self.step + 1):
+      with self.profiler.step(self.step + 1, self.log):
         with self.log.waiting_for_data():
           batch = sharding.shard_batch(next(self.batches), self.mesh)
         self.state, metrics = self.train_step(self.state, batch)
-      self.step += 1
-      self.log.add(self.step, metrics)
-      self._end_profile()
+        self.step += 1
+        self.log.add(self.step, metrics)
       self._measure(batch)
       if self._due(self.config.checkpoint.every_steps):
         with self.log.paused():
@@ -122,17 +120,6 @@ class Run:
       with self.log.paused():
         row = self.evaluate(self.state, self._is_last)
         self.writer.write(self.step, "validation", **row)
-
-  def _start_profile(self) -> None:
-    if self.profiler.starts_at(self.step + 1):
-      with self.log.paused():
-        self.profiler.start()
-
-  def _end_profile(self) -> None:
-    if self.profiler.ends_at(self.step):
-      with self.log.paused():
-        folder = self.profiler.stop()
-        self.writer.event(self.step, "profiled", folder=folder)
 
   def _due(self, every: int) -> bool:
     return self._is_last or bool(every) and self.step % every == 0
@@ -278,7 +265,7 @@ def _begin(
   stack.enter_context(saves)
   writer.event(step, "ready", seconds=time.perf_counter() - start)
   stack.enter_context(watch.collector_frozen())
-  profiler = watch.Profiler(config, workdir)
+  profiler = watch.Profiler(config, workdir, writer)
   stack.callback(profiler.close)
   return Run(
     config=config,

@@ -7,13 +7,14 @@ import gc
 import pathlib
 import shutil
 import tempfile
-from typing import Any
 
 from etils import epath
 import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
+from attnres_jax.train import metrics
+from attnres_jax.train import step_log
 
 PROFILE = "profile"
 
@@ -41,45 +42,41 @@ class Profiler:
   process traces its own devices.
   """
 
-  def __init__(self, config: config_lib.RunConfig, workdir: epath.PathLike):
-    self._steps = config.train.profile_steps
+  def __init__(
+    self,
+    config: config_lib.RunConfig,
+    workdir: epath.PathLike,
+    writer: metrics.Writer,
+  ):
+    self._steps, self._writer = config.train.profile_steps, writer
     self._folder = epath.Path(workdir) / PROFILE
     self._temporary: str | None = None
 
-  def step(self, step: int) -> contextlib.AbstractContextManager[Any]:
-    """A context that marks a step in the trace; counted from 1."""
+  @contextlib.contextmanager
+  def step(self, step: int, log: step_log.StepLog) -> Iterator[None]:
+    """A context for a step, counted from 1, which the trace may contain."""
+    if step in self._steps[:1]:
+      with log.paused():
+        self._temporary = tempfile.mkdtemp(prefix="attnres_profile_")
+        jax.profiler.start_trace(self._temporary)
     if self._temporary is None:
-      return contextlib.nullcontext()
-    return jax.profiler.StepTraceAnnotation("train", step_num=step)
-
-  def starts_at(self, step: int) -> bool:
-    """Whether a trace starts before this step."""
-    return bool(self._steps) and step == self._steps[0]
-
-  def ends_at(self, step: int) -> bool:
-    """Whether a running trace ends after this step."""
-    return self._temporary is not None and step == self._steps[1]
-
-  def start(self) -> None:
-    self._temporary = tempfile.mkdtemp(prefix="attnres_profile_")
-    jax.profiler.start_trace(self._temporary)
-
-  def stop(self) -> str:
-    """Ends the trace; returns the folder that it is in."""
-    assert self._temporary is not None
-    jax.profiler.stop_trace()
-    temporary, self._temporary = pathlib.Path(self._temporary), None
-    for file in temporary.rglob("*"):
-      if file.is_file():
-        target = self._folder / str(file.relative_to(temporary))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        files.write(target, file.read_bytes())
-    shutil.rmtree(temporary)
-    return str(self._folder)
+      yield
+      return
+    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+      yield
+    if step == self._steps[1]:
+      with log.paused():
+        self.close()
+        self._writer.event(step, "profiled", folder=str(self._folder))
 
   def close(self) -> None:
-    """Drops a trace that did not reach its last step."""
-    if self._temporary is not None:
-      jax.profiler.stop_trace()
-      shutil.rmtree(self._temporary)
-      self._temporary = None
+    """Ends the trace, whichever step it has reached."""
+    if self._temporary is None:
+      return
+    jax.profiler.stop_trace()
+    temporary, self._temporary = pathlib.Path(self._temporary), None
+    for file in filter(pathlib.Path.is_file, temporary.rglob("*")):
+      target = self._folder / str(file.relative_to(temporary))
+      target.parent.mkdir(parents=True, exist_ok=True)
+      files.write(target, file.read_bytes())
+    shutil.rmtree(temporary)

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -97,6 +98,26 @@ def test_a_claim_that_is_handed_in_stays_its_owners(place):
     with pytest.raises(claims.HeldError):
       claims.acquire(place)
   assert not claims.is_held(place)
+
+
+def test_a_start_that_is_refused_leaves_no_folder(tmp_path, monkeypatch):
+  run, flock = tmp_path / "run", fcntl.flock
+  with pytest.raises(RuntimeError, match="refused"), claims.held(run):
+    raise RuntimeError("refused")
+  assert not list(tmp_path.iterdir())
+
+  def late(file, kind):
+    """Locks a file that a refused start has removed since it was opened."""
+    shutil.rmtree(run)
+    flock(file, kind)
+
+  monkeypatch.setattr(fcntl, "flock", late)
+  with pytest.raises(claims.HeldError):
+    claims.acquire(run)
+  monkeypatch.undo()
+  with claims.held(run):
+    (run / "config.json").touch()
+  assert (run / "lock").exists()
 
 
 @pytest.mark.more

@@ -153,6 +153,8 @@ class _Queue:
       run, _ = taken
       try:
         self._ended(run, code)
+      except files.DiskFullError:
+        raise
       except OSError as error:  # Of the store, which `_fill` asks again.
         print(f"{run.name}: {error}", flush=True)
         self._waiting.append(run)
@@ -161,6 +163,8 @@ class _Queue:
     """Decides what follows the end of a run's process."""
     if code == exits.Exit.DONE:
       print(f"{run.name} done", flush=True)
+    elif code == exits.Exit.AGAIN and self._is_full(run):
+      raise files.disk_full(self._folder)
     elif self.signals:
       pass
     elif code == exits.Exit.AGAIN and claims.is_held(self._folder / run.name):
@@ -168,6 +172,14 @@ class _Queue:
       self._next_fill = time.monotonic() + _HELD_SECONDS
     else:
       self._end(run, code)
+
+  def _is_full(self, run: grid.Run) -> bool:
+    """Whether the last error in a log is of a full disk, as others will be."""
+    log = self._folder / run.name / folder_lib.LOG
+    end = (
+      files.read(log, -4096).decode(errors="replace") if log.exists() else ""
+    )
+    return files.is_disk_full(OSError(end.rpartition("error: ")[2]))
 
   def _end(self, run: grid.Run, code: int) -> None:
     """Starts a run again after an error, or reports it."""

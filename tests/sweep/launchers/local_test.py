@@ -40,6 +40,9 @@ kind = KINDS[seed]
 print("printed by", seed, flush=True)
 if kind == "fail":
   end("failed", 1, "Error: on purpose")
+if kind == "full":
+  print("error: file: no space left on device: full", flush=True)
+  end("failed", 1)
 if kind == "die":
   os.kill(os.getpid(), signal.SIGKILL)
 if kind in ("refused", "diverged"):
@@ -134,6 +137,13 @@ def test_a_failed_run_stops_no_other(sweep, capfd):
   # Once more each, by default.
   assert case.acts[before:] == ["seed1 starts", "seed2 starts"] * 2
   assert capfd.readouterr().out.count("; trying again") == 2
+
+
+def test_a_full_disk_is_one_error_and_ends_the_launch(sweep):
+  case = sweep("full", "ok", "ok")
+  with pytest.raises(OSError, match=r"no space left on device: [\d,]+ free"):
+    case.launch()
+  assert case.acts == ["seed0 starts"]
 
 
 def test_what_cannot_be_cured_is_not_started_again(sweep, capfd):
