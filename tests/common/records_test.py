@@ -242,3 +242,13 @@ def test_what_is_no_file_of_a_class(cls, content, tmp_path):
   else:
     with pytest.raises(config_lib.ConfigError, match=": missing, expected"):
       records.read(path, cls)
+
+
+def test_files_beside_facts_are_no_links(tmp_path):
+  (tmp_path / "secret.txt").write_text("abc")
+  (tmp_path / "run").mkdir()
+  (tmp_path / "run" / "tokenizer.json").symlink_to(tmp_path / "secret.txt")
+  facts = tmp_path / "run" / weights_folder.FACTS
+  facts.write_text('{"files": ["tokenizer.json"]}')
+  with pytest.raises(config_lib.ConfigError, match="'tokenizer.json' is a li"):
+    weights_folder.origin(facts.parent, config_lib.RunConfig())

@@ -10,6 +10,7 @@ from attnres_jax import sweep
 from attnres_jax.common import csv_rows
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
+from attnres_jax.sweep.launchers import ray
 from tests.sweep import tiny_sweep
 
 
@@ -63,39 +64,51 @@ NEEDED = {
 
 
 def _refusals():
-  """A launcher, and settings that it refuses."""
+  """A launcher, settings that it refuses, and how its error begins."""
   for name in sweep.LAUNCHERS:
     module = importlib.import_module(f"attnres_jax.sweep.launchers.{name}")
     needed = NEEDED.get(name, [])
-    yield name, [*needed, "nothing=1"]
+    yield name, [*needed, "nothing=1"], "--set: got 'nothing', expected a sett"
     for flag in needed:
-      yield name, [other for other in needed if other != flag]
+      left = [other for other in needed if other != flag]
+      yield name, left, f"--set {flag.partition('=')[0]}: missing, expected"
     for setting, about in module.SETTINGS.items():
       if about.kind is not str:
-        yield name, [*needed, f"{setting}=x"]
+        words = "true or false" if about.kind is bool else "a whole number"
+        words = f"--set {setting}: got 'x', expected {words}"
+        yield name, [*needed, f"{setting}=x"], words
+    if hasattr(module, "READERS"):
+      yield name, needed, "--workdir: got 'new', expected a bucket such as"
   for name in ("script", "manifests", "task"):  # Of somebody else.
     launcher = dict(script="slurm", manifests="jobset", task="skypilot")[name]
-    yield launcher, [*NEEDED.get(launcher, []), f"{name}=theirs"]
-  yield "slurm", ["time=soon"]
-  yield "ray", ["accelerator=v1-8"]
-  yield "ray", ["gpus=2"]
-  yield "jobset", ["image=x", "slice=v6e-8", "chips_per_host=3"]
+    words = "--set=script: got" if name == "script" else "--workdir: got"
+    yield launcher, [*NEEDED.get(launcher, []), f"{name}=theirs"], words
+  yield "slurm", ["time=soon"], "--set time: got 'soon', expected minutes"
+  words = "--set accelerator: got 'v9:2x2', expected a TPU slice"
+  yield "ray", ["accelerator=v9:2x2"], words
+  for flags in (
+    ["gpus=8"], ["slices=2"], ["workers=4", "accelerator=v6e:4x4"]
+  ):  # fmt: skip
+    name, _, value = flags[0].partition("=")
+    words = f"--set {name}: got '{value}', expected no such setting with"
+    yield "ray", flags, words
 
 
-@pytest.mark.parametrize("launcher,settings", list(_refusals()))
+@pytest.mark.parametrize("launcher,settings,words", list(_refusals()))
 def test_a_refused_launch_writes_nothing(
-  launcher, settings, source, tmp_path, monkeypatch, capsys
+  launcher, settings, words, source, tmp_path, monkeypatch, capsys
 ):
   (tmp_path / "theirs").mkdir()
   for file in ("queue.yaml", "runs.yaml"):
     (tmp_path / "theirs" / file).write_text("theirs")
   monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(ray, "require", lambda: None)
   before = sorted(tmp_path.rglob("*"))
   flags = [f"--set={value}" for value in settings]
   flags += [f"--launcher={launcher}", f"--config={source}", "--workdir=new"]
   assert cli.main(tiny_sweep.EXPERIMENT, flags) == 2
   text = capsys.readouterr().err
-  assert text.startswith("error: ") and text.count("\n") == 1
+  assert text.startswith(f"error: {words}") and text.count("\n") == 1
   assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -44,26 +44,6 @@ sys.exit(launchers.launch("ray", folder.read(path), path, options))
 """
 
 
-@pytest.mark.parametrize(
-  "settings,message",
-  [
-    ({"accelerator": "v9:2x2"}, "accelerator: got 'v9:2x2', expected a TPU"),
-    ({"workers": "two"}, "workers: got 'two', expected a whole number"),
-    ({"slices": "2"}, "slices: got '2', expected no such setting with cpu"),
-    (
-      {"accelerator": "v6e:4x4", "workers": "4"},
-      "workers: got '4', expected no such setting with v6e:4x4",
-    ),
-    ({"gpus": "8"}, "gpus: got '8', expected no such setting with cpu"),
-  ],
-)
-def test_bad_settings_are_named(settings, message):
-  with pytest.raises(config_lib.ConfigError, match=f"--set {message}"):
-    launcher.parse(
-      launchers.read(launcher, launchers.Options(settings=settings))
-    )
-
-
 def test_a_run_outlives_many_preemptions():
   # A spot slice that no one drains before it is lost counts as a failure.
   assert launcher.SETTINGS["max_restarts"].default >= 50

@@ -152,16 +152,3 @@ def test_the_launcher_of_the_page(tmp_path, capsys, monkeypatch):
   pathlib.Path("sweep.pbs").write_text("somebody's")
   with pytest.raises(config_lib.ConfigError, match="--set=script"):
     launchers.launch("pbs", runs, "sweep", launchers.Options())
-
-
-@pytest.mark.parametrize(
-  "settings,message",
-  [
-    ({"nodes": "0"}, "nodes: got '0'"),
-    ({"gpus": "x"}, "gpus: got 'x'"),
-    ({"time": "a day"}, "time: got 'a day', expected minutes"),
-  ],
-)
-def test_bad_settings_are_named(settings, message):
-  with pytest.raises(config_lib.ConfigError, match=f"--set {message}"):
-    script_of(settings)
