@@ -60,10 +60,6 @@ class Variant:
     """This variant under another label."""
     return dataclasses.replace(self, label=label)
 
-  def is_same_network(self, other: "Variant | None") -> bool:
-    """Whether both train the same network."""
-    return other is not None and other.labelled(self.label) == self
-
 
 def reads(label: str, residual: str, **options: Any) -> Variant:
   """A variant of depth attention, by options of `model.residual.read`."""
@@ -113,13 +109,11 @@ class Study:
   @property
   def shared(self) -> list[str]:
     """Names of variants that the other study trains."""
-    if self.shares is None:
-      return []
-    other = self.shares.variants
+    other = self.shares.variants if self.shares else {}
     return [
       name
       for name, variant in self.variants.items()
-      if variant.is_same_network(other.get(name))
+      if name in other and other[name].labelled(variant.label) == variant
     ]
 
   def get_config(self, arg: str | None = None) -> Any:
@@ -139,33 +133,32 @@ class Study:
     given = self._parse(arg)
     seeds = range(given.first, given.first + given.seeds)
     left_out = self.left_out(given.scale)
+
+    def add_run(name: str, seed: int, **more: Any) -> None:
+      add(variant=name, **more, seed=seed, **{"data.seed": seed})
+
     for seed in seeds:
       for name in self.variants:
         if name not in left_out:
-          _add(add, name, seed)
-    if given.scale not in (DEMO, LAPTOP, DEEP):
-      return
-    for seed in seeds:
+          add_run(name, seed)
+    for seed in seeds if given.scale in (DEMO, LAPTOP, DEEP) else ():
       if BASELINE not in left_out:
         rates = self.rates.get(given.scale, ())
         for rate in rates if seed < self.rate_seeds else ():
-          _add(add, BASELINE, seed, **{"optim.peak_lr": rate})
+          add_run(BASELINE, seed, **{"optim.peak_lr": rate})
         for budget in self.budgets:
-          _add(add, BASELINE, seed, budget=budget)
+          add_run(BASELINE, seed, budget=budget)
       for name in self.longer:
-        _add(add, name, seed, budget=TWICE)
+        add_run(name, seed, budget=TWICE)
 
   def left_out(self, scale: str) -> set[str]:
     """Variants that are not trained at a scale."""
     # Rows of the other study are committed for the laptop's scale only. The
     # epsilon of the control is twice the small scales'.
     every = {
-      DEMO: {*self.deep, *self.deeper},
-      LAPTOP: {*self.shared, *self.deeper},
-      DEEP: set(),
-      D768: {CONTROL, *self.deeper},
-      PAPER: {CONTROL},
-    }
+      DEMO: {*self.deep, *self.deeper}, LAPTOP: {*self.shared, *self.deeper},
+      DEEP: set(), D768: {CONTROL, *self.deeper}, PAPER: {CONTROL},
+    }  # fmt: skip
     return config_lib.choose("scale", scale, every)
 
   def _parse(self, arg: str | None) -> types.SimpleNamespace:
@@ -173,7 +166,3 @@ class Study:
       arg, scale=self.scale, variant=BASELINE, budget=1.0, first=0,
       seeds=self.seeds, planned=False, runlocal=False,
     )  # fmt: skip
-
-
-def _add(add: Add, name: str, seed: int, **more: Any) -> None:
-  add(variant=name, **more, seed=seed, **{"data.seed": seed})

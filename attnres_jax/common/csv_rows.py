@@ -58,7 +58,7 @@ def parse(content: str) -> list[dict[str, str]]:
 def put(
   path: os.PathLike[str] | str, row: Mapping[str, Any], key: Sequence[str]
 ) -> None:
-  """Adds a row to a file, in place of that with the same cells of `key`."""
-  rows = read(path, missing_ok=True)
-  same = lambda old: all(old[name] == str(row[name]) for name in key)
-  write(path, [*(old for old in rows if not same(old)), row])
+  """Adds a row to a file, or replaces the one with the same cells of `key`."""
+  cells = lambda row: tuple(str(row.get(name, "")) for name in key)
+  rows = {cells(old): old for old in read(path, missing_ok=True)}
+  write(path, (rows | {cells(row): row}).values())

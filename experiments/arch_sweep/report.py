@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 import functools
+import pathlib
 from typing import Any
 
 from matplotlib import figure as figure_lib
@@ -16,6 +17,7 @@ from attnres_jax.sweep.pages import svg
 from attnres_jax.sweep.pages import sweep_page
 from experiments.pages import readme
 
+_ANSWER = pathlib.Path(__file__).with_name("answer.html")
 BASELINE, OTHER = "prenorm", "full_attnres"
 
 Row = Mapping[str, Any]
@@ -84,17 +86,7 @@ def _answer(rows: Sequence[Row]) -> page.Html:
   if not any({"rho", "eta"} <= row.keys() for row in rows):
     return page.Html("Heatmaps appear with the first run that is done.")
   return page.fill(
-    "<figure>{{ heatmaps }}</figure>\n"
-    '<p class="note">Validation loss in nats per token. Rows: width over'
-    " transformer blocks (rho); columns: heads over transformer blocks (eta)."
-    " All networks have the same parameters and see the same tokens. Filled"
-    " stars are the best cells here. Hollow stars are the paper's best cells"
-    " (Fig. 7), where the grid has them.</p>\n"
-    "<h2>What depth attention gains</h2>\n<p>{{ gains }}</p>\n{{ table }}\n"
-    '<p class="note">Differences of Full AttnRes from PreNorm, shape by shape.'
-    " In the paper AttnRes is lower in all 25 cells, by 0.019 to 0.063. With"
-    " one seed, a difference means no more than the spread between seeds that"
-    " the scaling sweep measures.</p>",
+    _ANSWER.read_text(encoding="utf-8"),
     heatmaps=svg.to_svg(figure(rows), "heatmaps"),
     gains=gains(rows),
     table=table(rows).html(),

@@ -17,6 +17,7 @@ of all its operands, even of operands on the core.
 """
 
 import collections
+import contextlib
 import functools
 import re
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import chips
@@ -142,15 +144,11 @@ def trace(case: Case) -> tuple[Any, list[Any]]:
     if case.program == "decode":
       return programs.trace_next(model, mesh, case.batch, case.tokens), devices
     length = case.length or case.cached + case.tokens
-    staged = programs.trace_extend(
-      model, mesh, case.tokens, case.cached, length
-    )
-    return staged, devices
+    sizes = case.tokens, case.cached, length
+    return programs.trace_extend(model, mesh, *sizes), devices
   network = network._replace(batch=case.batch, tokens=case.tokens)
-  if case.program == "step":
-    function, arguments = step(network, case.arm)
-  else:
-    function, arguments = identity(network, case.arm)
+  make = step if case.program == "step" else identity
+  function, arguments = make(network, case.arm)
   place = jax.sharding.SingleDeviceSharding(devices[0])
   arguments = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments
@@ -159,7 +157,12 @@ def trace(case: Case) -> tuple[Any, list[Any]]:
   def train_step(*arguments):  # The name that `schedule` looks for.
     return function(*arguments)
 
-  return jax.jit(train_step).trace(*arguments), devices
+  ambient = contextlib.nullcontext()
+  if devices[0].platform == "gpu":  # Whose kernels are chosen by the mesh.
+    mesh = sharding.make_mesh(config_lib.MeshConfig(data=1), devices)
+    ambient = jax.set_mesh(mesh)
+  with ambient:
+    return jax.jit(train_step).trace(*arguments), devices
 
 
 def step(network: networks.Network, arm: str) -> tuple[Any, tuple]:
@@ -241,7 +244,7 @@ def _rms_norm(x, gain):
 
 
 class Cost(NamedTuple):
-  """The cost of a step, or of a part of it."""
+  """Bytes, seconds and kernels of a step, or of a part of it."""
 
   nbytes: float
   seconds: float
@@ -259,7 +262,7 @@ def costs(
     start_seconds: of a kernel, which then also counts all operands; None for
       the bytes of kernels alone.
   """
-  sums = {True: [0.0, 0.0, 0], False: [0.0, 0.0, 0]}
+  sums = {True: np.zeros(3), False: np.zeros(3)}
   owners = attribution.owners(program)
   for count, instruction, nbytes in program.instructions():
     seconds, kernels = 0.0, 0
@@ -267,16 +270,13 @@ def costs(
     if cycles:
       seconds = int(cycles[1]) / chip.clock_hz
     elif "tpu_custom_call" in instruction.attributes:
-      moved = nbytes
+      kernels, moved = 1, nbytes
       if start_seconds is not None:
         moved = _operand_bytes(program, instruction)
-      kernels = 1
       seconds = (start_seconds or 0.0) + moved / chip.hbm_bytes_per_second
-    part = sums[owners[instruction.place] == scopes.RESIDUAL]
-    for i, value in enumerate((nbytes, seconds, kernels)):
-      part[i] += count * value
-  total = [sum(both) for both in zip(*sums.values())]
-  return Cost(*total), Cost(*sums[True])
+    is_depth = owners[instruction.place] == scopes.RESIDUAL
+    sums[is_depth] += count * np.array((nbytes, seconds, kernels))
+  return Cost(*(sums[True] + sums[False])), Cost(*sums[True])
 
 
 def _operand_bytes(program: hlo.Program, instruction: hlo.Instruction) -> float:

@@ -46,20 +46,16 @@ def _of(spec: str, batch: int = 0, **fields: Any) -> Network:
 
 
 def _dense(
-  width: int,
-  layers: int,
-  blocks: int,
-  batch: int = 1,
-  tokens: int = 1,
+  width: int, layers: int, blocks: int, batch: int = 1, tokens: int = 1,
   **fields: Any,
-) -> Network:
+) -> Network:  # fmt: skip
   """A bfloat16 decoder outside of scans, with `blocks` depth blocks."""
-  residual = config_lib.residual_config(num_blocks=blocks)
   shape: dict[str, Any] = {
     "vocab_size": 32768, "num_heads": width // 128, "dtype": "bfloat16",
-    "scan_layers": False, "residual": residual,
+    "scan_layers": False, "width": width, "num_layers": layers,
+    "residual": config_lib.residual_config(num_blocks=blocks),
   } | fields  # fmt: skip
-  return Network(_Model(width=width, num_layers=layers, **shape), batch, tokens)
+  return Network(_Model(**shape), batch, tokens)
 
 
 _BLOCK = ",residual=block_attnres"

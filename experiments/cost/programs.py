@@ -31,8 +31,7 @@ def step(network: networks.Network, arm: str) -> Calls:
   The passes leave out head and loss, which all schemes share; the training step
   includes the optimiser.
   """
-  model = networks.build(network, arm)
-  tokens_BT = _tokens(network, network.batch, network.tokens)
+  model, tokens_BT = networks.build(network, arm), _tokens(network)
 
   def trunk_loss(model):
     return jnp.mean(jnp.square(model.hidden(tokens_BT)))
@@ -56,13 +55,13 @@ def _compile_seconds(
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
   program = train_state.make_program(config, mesh)
   state = program.init_state()
-  tokens = _tokens(network, network.batch, network.tokens + 1)
-  batch = sharding.shard_batch({"tokens": np.asarray(tokens)}, mesh)
-
-  def compile_step():
-    program.train_step.lower(state, batch).compile()
-
-  return measure_lib.timed(compile_step)
+  tokens = np.asarray(_tokens(network, 1))
+  lower = functools.partial(
+    program.train_step.lower,
+    state,
+    sharding.shard_batch({"tokens": tokens}, mesh),
+  )
+  return measure_lib.timed(lambda: lower().compile() and None)
 
 
 def decode(network: networks.Network, arm: str) -> Calls:
@@ -70,11 +69,7 @@ def decode(network: networks.Network, arm: str) -> Calls:
 
   Beside it what a program without caches needs: the pass through all tokens.
   """
-  net, rows, tokens = (
-    networks.build(network, arm),
-    network.batch,
-    network.tokens,
-  )
+  net, rows, tokens = networks.build(network, arm), *network[1:3]
 
   @functools.partial(jax.jit, donate_argnums=1)
   def next_token(net, cache, ids_B):
@@ -104,19 +99,13 @@ def decode(network: networks.Network, arm: str) -> Calls:
 
   calls: Calls = {"decode": decoded}
   if not separate and rows == 1:
-    calls["recompute"] = functools.partial(
-      recompute, net, _tokens(network, rows, tokens)
-    )
+    calls["recompute"] = functools.partial(recompute, net, _tokens(network))
   return calls
 
 
 def prefill(network: networks.Network, arm: str) -> Calls:
   """A prompt as one chunk: its cache and its first token."""
-  net, rows, tokens = (
-    networks.build(network, arm),
-    network.batch,
-    network.tokens,
-  )
+  net, rows, tokens = networks.build(network, arm), *network[1:3]
 
   @jax.jit
   def first_token(net, tokens_BT):
@@ -125,8 +114,7 @@ def prefill(network: networks.Network, arm: str) -> Calls:
     logits_BV = net.embedding.decode(out.hidden_BTD[:, -1:])[:, 0]
     return cache_lib.append(cache, out.added), jnp.argmax(logits_BV, axis=-1)
 
-  tokens_BT = _tokens(network, rows, tokens)
-  return {"prefill": functools.partial(first_token, net, tokens_BT)}
+  return {"prefill": functools.partial(first_token, net, _tokens(network))}
 
 
 def experts(network: networks.Network, arm: str) -> Calls:
@@ -141,7 +129,8 @@ def experts(network: networks.Network, arm: str) -> Calls:
   return {"experts": functools.partial(both, module, x_BTD, dy_BTD)}
 
 
-def _tokens(network: networks.Network, rows: int, tokens: int) -> jax.Array:
-  rng = np.random.default_rng(0)
-  drawn = rng.integers(0, network.model.vocab_size, (rows, tokens))
+def _tokens(network: networks.Network, more: int = 0) -> jax.Array:
+  """A batch of the network, with so many more tokens in a row."""
+  rng, shape = np.random.default_rng(0), (network.batch, network.tokens + more)
+  drawn = rng.integers(0, network.model.vocab_size, shape)
   return jnp.asarray(drawn, jnp.int32)

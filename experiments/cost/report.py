@@ -17,13 +17,6 @@ Row = Mapping[str, str]
 KEYS = (
   "program", "place", "network", "arm", "batch", "tokens", "cached",
 )  # fmt: skip
-COLUMNS = (
-  *KEYS, "baseline", "ratio", "ratio_min", "ratio_max", "cpu_ratio", "seconds",
-  "cpu_seconds", "GB", "least_GB", "ms", "depth_ms", "peak_GiB",
-  "temporary_GB", "blocks_GB", "collectives", "sent_GB", "allocated_GiB",
-  "fused_GB", "mesh", "device_tokens", "printed", "reads", "writes",
-  "hardware", "system", "python", "jax", "flax", "libtpu", "commit", "date",
-)  # fmt: skip
 _PLACE = tuple(name for name in KEYS if name != "arm")
 _HERE, _COUNTED = "here", "counted"
 # Networks whose rows other experiments show.
@@ -37,11 +30,6 @@ _WORDS = {
   "stream_dtype=bfloat16": "streams in bfloat16",
   "value_query=True": "a query of its own for each mixer's values",
 }
-
-
-def key(row: Row) -> tuple[str, ...]:
-  """What distinguishes a row from others."""
-  return tuple(str(row.get(name, "")) for name in KEYS)
 
 
 def label(arm: str) -> str:
@@ -74,14 +62,15 @@ def timed(rows: Sequence[Row], programs: Mapping[str, str]) -> str:
     and row["program"] in programs
     and row["network"] not in _ELSEWHERE
   ]
-  lines: dict[tuple[str, ...], dict[str, str]] = {}
-  for row in shown:
-    where = row["network"], row["batch"], row["tokens"], _arm(row)
-    cells = lines.setdefault(where, dict.fromkeys(programs, ""))
-    cells[row["program"]] = _cell(row)
-  header = ("network", "rows", "tokens", "arm", *programs.values())
-  table = [[*where, *cells.values()] for where, cells in lines.items()]
-  return readme.text(page.Table(header, table), readme.origin(shown))
+  table = page.Table.across(
+    ("network", "rows", "tokens", "arm"),
+    (
+      (r["network"], r["batch"], r["tokens"], _arm(r), r["program"], _cell(r))
+      for r in shown
+    ),
+    programs,
+  )
+  return readme.text(table, readme.origin(shown))
 
 
 def compiled(rows: Sequence[Row], programs: Sequence[str]) -> str:

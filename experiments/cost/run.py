@@ -22,10 +22,8 @@ writes the rows elsewhere and leaves the documents alone.
 """
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import itertools
-import os
-import pathlib
 import statistics
 import sys
 import time
@@ -35,9 +33,7 @@ import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
-from attnres_jax.common import csv_rows
 from attnres_jax.common import environment
-from attnres_jax.common import files
 from attnres_jax.config import fields
 from attnres_jax.flops import traffic
 from attnres_jax.scaling import paper
@@ -46,7 +42,6 @@ from experiments.cost import networks
 from experiments.cost import report
 
 Row = dict[str, Any]
-FILE = pathlib.Path(__file__).absolute().with_name("results.csv")
 
 _FORMS = ("", " scan_layers=False")
 _ATTNRES = ("block_attnres", "full_attnres")
@@ -122,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   )  # fmt: skip
   add("--cached", **of_chips, help="tokens of a prompt that are in the cache")
   add("--length", **of_chips, help="of the cache of a prompt")
-  add("--out", default=str(FILE), help="file of rows")
+  add("--out", default="", help="another file of rows than the committed one")
   return command_line.run(_main, parser.parse_args(argv))
 
 
@@ -133,34 +128,35 @@ def _main(options: argparse.Namespace) -> None:
       config_lib.fail_argument(
         f"--{name}", getattr(options, name), f"it with {' or '.join(programs)}"
       )
-  files.check_output("--out", options.out, report.COLUMNS)
-  pathlib.Path(options.out).parent.mkdir(parents=True, exist_ok=True)
   if options.chips:
     jax.config.update("jax_platforms", "cpu")
-  start, origin = time.perf_counter(), environment.facts()
-  for row in _rows(options):
+  rows = vectors() if options.what == "vectors" else _measured(options)
+  report.PUBLISHED.measure(_told(rows), report.KEYS, options.out)
+
+
+def _told(rows: Iterable[Row]) -> Iterator[Row]:
+  start = time.perf_counter()
+  for row in rows:
     seconds = time.perf_counter() - start
     text = ", ".join(f"{name} {value}" for name, value in row.items())
     print(f"{seconds:4.0f} s: {text}", flush=True)
-    put(options.out, origin | row)
-  if pathlib.Path(options.out).absolute() == FILE:
-    report.PUBLISHED.write()
+    yield row
 
 
-def _rows(options: argparse.Namespace) -> Iterator[Row]:
-  if options.what == "vectors":
-    yield from vectors()
-    return
+def _measured(options: argparse.Namespace) -> Iterator[Row]:
   table = COMPILED if options.chips else HERE
   arms, names, sizes = config_lib.choose("what", options.what, table)
   arms = options.arms.split(";") if options.arms else arms
   if options.networks:
     names = options.networks.split(";" if ".py" in options.networks else ",")
   if options.batch or options.tokens:
-    batches, tokens = zip(*sizes)
     sizes = itertools.product(
-      _numbers("--batch", options.batch) or dict.fromkeys(batches),
-      _numbers("--tokens", options.tokens) or dict.fromkeys(tokens),
+      *(
+        _numbers(f"--{name}", text) or dict.fromkeys(numbers)
+        for name, text, numbers in zip(
+          ("batch", "tokens"), (options.batch, options.tokens), zip(*sizes)
+        )
+      )
     )
   if not (options.chips or any(map(is_baseline, arms))):
     config_lib.fail_argument("--arms", options.arms, "prenorm among them")
@@ -257,14 +253,6 @@ def vectors() -> Iterator[Row]:
         "arm": scheme, "printed": f"{printed(*shape):.4f}",
         "reads": f"{moved.reads:.4f}", "writes": f"{moved.writes:.4f}",
       }  # fmt: skip
-
-
-def put(path: str | os.PathLike[str], row: Row) -> None:
-  """Writes a row in place of the one with the same keys."""
-  rows = csv_rows.read(path, missing_ok=True)
-  keyed = {report.key(r): r for r in rows}
-  text = {name: str(row.get(name, "")) for name in report.COLUMNS}
-  csv_rows.write(path, (keyed | {report.key(text): text}).values())
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:

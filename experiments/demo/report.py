@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from etils import epath
 import jax
 from matplotlib import figure as figure_lib
-import numpy as np
+import pandas as pd
 
 from attnres_jax import analysis
 from attnres_jax import config as config_lib
@@ -140,24 +140,17 @@ def _depth(looks_of: Mapping[str, Look]) -> page.Html:
 
 def what(reads: analysis.DepthWeights, kind: str) -> str:
   """The largest preference and the largest neglect of a panel, in words."""
-  rows = getattr(reads, kind)
-  times = np.where(
-    np.isfinite(rows).sum(axis=1, keepdims=True) > 1,
-    plots.multiples(rows),
-    np.nan,
-  )
-  if not np.any(np.isfinite(times)):
+  multiples = plots.multiples(getattr(reads, kind))
+  table = pd.DataFrame(multiples, columns=list(reads.columns))
+  times: Any = table[table.count(axis=1) > 1].unstack().dropna()
+  if times.empty:
     return "Every read has one source only."
-  place = lambda index: np.unravel_index(index, times.shape)
-  (row, column), (low, source) = (
-    place(np.nanargmax(times)), place(np.nanargmin(times))
-  )  # fmt: skip
+  (source, block), (neglected, low) = times.idxmax(), times.idxmin()
   name = {"attention": "attention", "mlp": "the MLP"}[kind]
   return (
-    f"The largest weight is {times[row, column]:.1f} times uniform:"
-    f" {name} of transformer block {row + 1} reads {reads.columns[column]}."
-    f" The smallest is {times[low, source]:.1f} times uniform:"
-    f" {reads.columns[source]} in block {low + 1}."
+    f"The largest weight is {times.max():.1f} times uniform: {name} of"
+    f" transformer block {block + 1} reads {source}. The smallest is"
+    f" {times.min():.1f} times uniform: {neglected} in block {low + 1}."
   )
 
 

@@ -13,9 +13,9 @@ its own, as the assembler only prints.
 
 import argparse
 from collections.abc import Sequence
-import csv
 import functools
 import importlib
+import itertools
 import os
 import pathlib
 import re
@@ -23,6 +23,7 @@ import subprocess
 import sys
 
 from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
 from attnres_jax.common import environment
 
 _NAME = "experiments.first_hour.gpu_static"
@@ -42,11 +43,7 @@ SHAPES = (
 )
 PASSES = "forward", "backward"
 TOKENS = 8192
-FIELDS = (
-  "operator", "pass", "queries", "sources", "tokens", "width", "launches",
-  "GB", "least_GB", "registers", "spilled_bytes", "barriers", "load_bits",
-  "chip", "jax", "commit",
-)  # fmt: skip
+_KEY = "operator", "pass", "queries", "sources", "tokens", "width"
 
 
 def measure(operator, direction, queries, sources, width):
@@ -56,11 +53,8 @@ def measure(operator, direction, queries, sources, width):
   here = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{_ROOT / 'kernels'}"}
   done = subprocess.run(
     [sys.executable, "-m", _NAME, "--compile", *given],
-    cwd=_ROOT,
-    env=os.environ | dumps | here,
-    capture_output=True,
-    timeout=900,
-  )
+    cwd=_ROOT, env=os.environ | dumps | here, capture_output=True, timeout=900,
+  )  # fmt: skip
   text = (done.stdout + done.stderr).decode(errors="replace")
   if done.returncode:
     raise RuntimeError(text[-2000:])
@@ -69,20 +63,22 @@ def measure(operator, direction, queries, sources, width):
   ((launches, moved, version),) = re.findall(
     r"^RESULT (\d+) (\d+) (\S+)$", text, re.MULTILINE
   )
-  arrays = sources + queries
-  if operator == "depth_merge_norm":
-    arrays += 1  # the mixture
-  if direction == "backward":
-    arrays += sources + (operator == "depth_merge_norm")
-  return dict(zip(FIELDS, (
-    operator, direction, queries, sources, TOKENS, width, launches,
-    f"{int(moved) / 1e9:.3f}", f"{2 * arrays * TOKENS * width / 1e9:.3f}",
-    max(numbers(r"Used (\d+) registers"), default=""),
-    sum(numbers(r"(\d+) bytes spill stores")),
-    len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync", text)),
-    max((int(v or 1) * int(b) for v, b in loads), default=""), "h100",
-    version, environment.commit(),
-  )))  # fmt: skip
+  merges = operator == "depth_merge_norm"  # With the mixture.
+  passes = 1 + (direction == "backward")
+  arrays = queries + passes * (sources + merges)
+  key = operator, direction, queries, sources, TOKENS, width
+  return dict(zip(_KEY, key)) | {
+    "launches": launches,
+    "GB": f"{int(moved) / 1e9:.3f}",
+    "least_GB": f"{2 * arrays * TOKENS * width / 1e9:.3f}",
+    "registers": max(numbers(r"Used (\d+) registers"), default=""),
+    "spilled_bytes": sum(numbers(r"(\d+) bytes spill stores")),
+    "barriers": len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync", text)),
+    "load_bits": max((int(v or 1) * int(b) for v, b in loads), default=""),
+    "chip": "h100",
+    "jax": version,
+    "commit": environment.commit(),
+  }
 
 
 def compile_pass(operator, direction, queries, sources, width):
@@ -135,15 +131,10 @@ def _run(options: argparse.Namespace) -> None:
     operator, direction, *numbers = options.compile
     compile_pass(operator, direction, *map(int, numbers))
     return
-  with open(options.out, "w", newline="") as file:
-    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    for operator, *numbers in SHAPES:
-      for direction in PASSES:
-        row = measure(operator, direction, *numbers)
-        writer.writerow(row)
-        file.flush()
-        print(row, flush=True)
+  for (operator, *numbers), direction in itertools.product(SHAPES, PASSES):
+    row = measure(operator, direction, *numbers)
+    csv_rows.put(options.out, row, _KEY)
+    print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 import faulthandler
 import functools
+import itertools
 import json
 import pathlib
 import statistics
@@ -89,7 +90,7 @@ def run(
   facts = environment.facts() | {"form": "short" if short else "full"}
   path = folder / "rows.csv"
   rows = csv_rows.read(path, missing_ok=True)
-  for old, name in ((old, name) for old in rows for name in SAME):
+  for old, name in itertools.product(rows, SAME):
     if old[name] != facts[name]:
       raise config_lib.ConfigError(
         f"{path}: got rows with {name} {old[name]!r}, expected"
@@ -110,23 +111,24 @@ def run(
     left = end - time.monotonic()
     if left <= 0:
       return rows, len(todo) - number
+    identity = {"task": task.name} | facts
     status = BEGUN if left > _TASK_SECONDS else CUT
-    begun = row(task.name, status=status) | {"task": task.name} | facts
+    begun = row(task.name, status=status) | identity
     csv_rows.write(path, [*rows, begun])
-    limit = min(left, _TASK_SECONDS)
-    faulthandler.dump_traceback_later(limit, exit=True, file=2)
+    faulthandler.dump_traceback_later(
+      min(left, _TASK_SECONDS), exit=True, file=2
+    )
     made = []
     try:
       for cells in task.call():
-        made.append(cells | {"task": task.name} | facts)
+        made.append(cells | identity)
         csv_rows.write(path, [*rows, *made, begun])
         print(*(cells[name] for name in FIELDS if cells[name]), flush=True)
+    except NotImplementedError as error:
+      made.append(row(task.name, status=NOT_HERE, reason=str(error)) | identity)
     except Exception as error:  # Compilers raise many kinds; later tasks run.
-      missing = isinstance(error, NotImplementedError)
-      reason = str(error) if missing else f"{type(error).__name__}: {error}"
-      status = NOT_HERE if missing else FAILED
-      ended = row(task.name, status=status, reason=reason)
-      made.append(begun | ended | {"task": task.name})
+      reason = f"{type(error).__name__}: {error}"
+      made.append(row(task.name, status=FAILED, reason=reason) | identity)
     faulthandler.cancel_dump_traceback_later()
     rows += made
     csv_rows.write(path, rows)
@@ -134,48 +136,45 @@ def run(
   return rows, 0
 
 
-def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
+def tasks(platform: str, short: bool, folder: pathlib.Path) -> Iterator[Task]:
   """All of them, the most telling first."""
   kernel = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}.get(platform, "xla")
-  made = [Task("rates", "rates of the device", _rates)]
-  add = lambda part, name, call, *args: made.append(
-    Task(part, name, functools.partial(call, *args))
-  )
-  every = problems.OPERATORS.items()
-  checks = [(name, op.short if short else op.check) for name, op in every]
+  every, call = problems.OPERATORS, functools.partial
+  yield Task("rates", "rates of the device", _rates)
+  checks = [
+    (name, op.short if short else op.check) for name, op in every.items()
+  ]
   if platform == "gpu":  # TPUs have no kernel for several.
     checks.append(
       ("depth_merge_norm", shapes.Shape("several", 1, 7, 520, 1168))
     )
   for name, shape in checks:
-    on_gpu = problems.OPERATORS[name].on_gpu
-    used = kernel if platform != "gpu" or on_gpu else "xla"
+    used = kernel if platform != "gpu" or every[name].on_gpu else "xla"
     for dtype in ("float32", "bfloat16"):
       case = f"check {name} {shape}, {dtype}"
-      add("checks", case, check, name, shape, dtype, used)
+      yield Task("checks", case, call(check, name, shape, dtype, used))
 
-  def times(name: str, timed: tuple[Any, ...]) -> None:
-    for shape in dict.fromkeys(timed):
-      for way in problems.PASSES:
-        case = f"{name} {way} {shape}"
-        add("operators", case, operators, name, way, shape, kernel, short)
+  def times(name: str, timed: Sequence[Any]) -> Iterator[Task]:
+    for shape, way in itertools.product(dict.fromkeys(timed), problems.PASSES):
+      timing = call(operators, name, way, shape, kernel, short)
+      yield Task("operators", f"{name} {way} {shape}", timing)
 
   first = (shapes.BLOCK_48B[-1], *shapes.STEP[:3])
   if short:
-    first = (problems.OPERATORS["depth_attention"].short,)
-  times("depth_attention", first)
+    first = (every["depth_attention"].short,)
+  yield from times("depth_attention", first)
   if platform == "gpu":
-    times("depth_merge_norm", shapes.MERGE_SEVERAL)
-  sizes = ("micro",) if short else ("yardstick", "medium")
+    yield from times("depth_merge_norm", shapes.MERGE_SEVERAL)
   # The yardstick and the smaller steps come before the larger ones.
-  for network, size in zip(("tiny",) if short else ("d1024", "d2048"), sizes):
-    add("steps", f"steps, {network}", steps, network, 3 if short else 15)
-    add("training", f"training, {size}", training, size, short, folder)
-  for name, op in every:
-    others = tuple(shape for shape in op.timed if shape not in first)
-    is_first = name == "depth_attention"
-    times(name, others if not short else () if is_first else (op.short,))
-  return made
+  large = {"d1024": "yardstick", "d2048": "medium"}
+  for network, size in ({"tiny": "micro"} if short else large).items():
+    rounds = 3 if short else 15
+    yield Task("steps", f"steps, {network}", call(steps, network, rounds))
+    training_run = call(training, size, short, folder)
+    yield Task("training", f"training, {size}", training_run)
+  for name, op in every.items():
+    others = (op.short,) if short else op.timed
+    yield from times(name, [shape for shape in others if shape not in first])
 
 
 def _rates() -> Iterator[Row]:
@@ -296,17 +295,15 @@ def steps(name: str, rounds: int) -> Iterator[Row]:
   for ratio in cost.ratios(times):
     arm = ratio["arm"]
     walls = [x.wall * 1e3 for x in times["step", arm]]
-    spread = min(walls), max(walls)
     case = functools.partial(row, case=size, arm=f"{arm}, kernels")
-    yield case(
-      "step", measured=statistics.median(walls), unit="ms", spread=spread
-    )
+    spread = min(walls), max(walls)
+    yield case("step", measured=statistics.median(walls), unit="ms",
+               spread=spread)  # fmt: skip
     if not cost.is_baseline(arm):
-      spread = ratio["ratio_min"], ratio["ratio_max"]
-      reason = f"over {ratio['baseline']}"
       yield case(
-        "step over PreNorm", measured=ratio["ratio"], spread=spread,
-        reason=reason,
+        "step over PreNorm", measured=ratio["ratio"],
+        spread=(ratio["ratio_min"], ratio["ratio_max"]),
+        reason=f"over {ratio['baseline']}",
       )  # fmt: skip
 
 

@@ -3,33 +3,30 @@
 
 from collections.abc import Mapping, Sequence
 import functools
-import pathlib
 from typing import Any
 
-from attnres_jax.common import csv_rows
 from attnres_jax.sweep.pages import page
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from experiments.pages import readme
 
-_RESULTS = pathlib.Path(__file__).parents[2] / "kernels/benchmarks/results"
+_RESULTS = "../../kernels/benchmarks/results"
 _CHIPS = "v5e", "v6e", "v5p", "tpu7x"
 _WAYS = "forward", "backward"
 Line = tuple[str, str, Sequence[Any]]
 
 
 def compiled(
-  file: str, chips: Sequence[str], cell: str, lines: Sequence[Line], _: Any
+  chips: Sequence[str], cell: str, lines: Sequence[Line], rows: readme.Rows
 ) -> str:
   """Kernels of a static table.
 
   Args:
-    file: of rows by kernel, chip and shape.
     chips: columns.
     cell: how a row is written, a format.
     lines: (kernel, label of its shapes, shapes).
+    rows: by kernel, chip and shape.
   """
-  rows = csv_rows.read(_RESULTS / f"{file}.csv")
   keyed = {(row["kernel"], row["chip"], row["shape"]): row for row in rows}
   used, written, last = [], [], ""
   for kernel, label, several in lines:
@@ -68,37 +65,31 @@ def of_device(rows: readme.Rows) -> str:
   return readme.text(" ".join(parts), table, readme.origin(rows))
 
 
-def of_reads(_: readme.Rows) -> str:
+def of_reads(rows: readme.Rows) -> str:
   """Medians of reads on a GPU, in milliseconds, by arm."""
-  rows = csv_rows.read(_RESULTS / "gpu.csv")
-  arms = list(dict.fromkeys(row["arm"] for row in rows))
-  cells: dict[tuple[str, ...], dict[str, str]] = {}
-  for row in rows:
-    key = row["hardware"], row["shape"], row["mode"]
-    text = row["median_ms"] or "off" * (row["status"] == "failed")
-    cells.setdefault(key, {})[row["arm"]] = text
-  lines = [
-    [*key, *(by_arm.get(arm, "") for arm in arms)]
-    for key, by_arm in cells.items()
-  ]
-  header = ["", "queries, sources, tokens, width", "", *arms]
-  return readme.text(page.Table(header, lines), readme.origin(rows))
-
-
-def of_gpu_kernels(_: readme.Rows) -> str:
-  """GPU kernels as the compiler made them, both passes of each shape."""
-  rows = csv_rows.read(_RESULTS / "gpu_static.csv")
-  lines: dict[tuple[str, str], list[str]] = {}
-  for row in rows:
-    numbers = ", ".join(row[n] for n in ("queries", "sources", "width"))
-    ratio = float(row["GB"]) / float(row["least_GB"])
-    cells = lines.setdefault((row["operator"], numbers), [])
-    cells.append(
-      f"{row['launches']}, {row['GB']} ({ratio:.2f}), {row['registers']},"
-      f" {row['barriers']}"
+  cells = (
+    (
+      row["hardware"], row["shape"], row["mode"], row["arm"],
+      row["median_ms"] or "off" * (row["status"] == "failed"),
     )
-  header = ["kernel", "Q, M, D", *_WAYS]
-  table = page.Table(header, [[*key, *cells] for key, cells in lines.items()])
+    for row in rows
+  )  # fmt: skip
+  header = ["", "queries, sources, tokens, width", ""]
+  return readme.text(page.Table.across(header, cells), readme.origin(rows))
+
+
+def of_gpu_kernels(rows: readme.Rows) -> str:
+  """GPU kernels as the compiler made them, both passes of each shape."""
+  cells = (
+    (
+      row["operator"], f"{row['queries']}, {row['sources']}, {row['width']}",
+      row["pass"], f"{row['launches']}, {row['GB']}"
+      f" ({float(row['GB']) / float(row['least_GB']):.2f}), {row['registers']},"
+      f" {row['barriers']}",
+    )
+    for row in rows
+  )  # fmt: skip
+  table = page.Table.across(["kernel", "Q, M, D"], cells)
   return readme.text(table, readme.origin(rows))
 
 
@@ -139,10 +130,9 @@ def _of_shapes(kernels: Sequence[str], several: Sequence[Any]) -> list[Line]:
   return [(name, str(shape), [shape]) for name in kernels for shape in several]
 
 
-def _place(name: str, *table: Any, make: Any = of_reads) -> readme.Part:
-  document = "../../kernels/benchmarks/results/README.md"
-  make = functools.partial(compiled, *table) if table else make
-  return readme.Part(make, name, "", document)
+def _part(name: str, file: str, make: Any, *table: Any) -> readme.Part:
+  make = functools.partial(make, *table)
+  return readme.Part(make, name, f"{_RESULTS}/{file}", f"{_RESULTS}/README.md")
 
 
 _KDA = [
@@ -151,11 +141,11 @@ _KDA = [
 ]  # fmt: skip
 _SLOTS = "{hbm_us:.0f}, {schedule_us:.0f}, {ratio}, {limiting_slot} {slot_use}"
 PUBLISHED = readme.Published(__file__, [
-  _place("gpu"),
-  _place("gpu_static", make=of_gpu_kernels),
-  _place("static", "tpu_static", _CHIPS, "{ratio}", _depth()),
-  _place("heads", "tpu_static", ["v5p"], "{ratio}", _heads()),
-  _place("kda", "kda_static", (*_CHIPS, "v4"), _SLOTS,
-         _of_shapes(_KDA, kda_shapes.NAMED)),
+  _part("gpu", "gpu", of_reads),
+  _part("gpu_static", "gpu_static", of_gpu_kernels),
+  _part("static", "tpu_static", compiled, _CHIPS, "{ratio}", _depth()),
+  _part("heads", "tpu_static", compiled, ["v5p"], "{ratio}", _heads()),
+  _part("kda", "kda_static", compiled, (*_CHIPS, "v4"), _SLOTS,
+        _of_shapes(_KDA, kda_shapes.NAMED)),
   *(readme.Part(of_device, name, name) for name in ("h100", "h200")),
 ])  # fmt: skip

@@ -58,28 +58,27 @@ SIZES: Mapping[str, Size] = {
 PILOT = "0.25m"
 LENGTH, HEAD_WIDTH, MLP_MULTIPLE = 256, 32, 32
 TOKENS_PER_PARAMETER = 20
-SCHEMES = ("prenorm", "block_attnres", "full_attnres", "denseformer")
-TRIED_RATES = (0.0025, 0.005, 0.01)
-# A scheme whose lowest loss is at an end tries the next rate there.
-TRIED_NEXT: Mapping[str, tuple[float, ...]] = {
-  "prenorm": (0.02,),
-  "block_attnres": (0.00125,),
-  "denseformer": (0.02,),
+# Learning rates of part=rates; a scheme whose lowest loss was at an end tried
+# the next one there.
+TRIED_RATES: Mapping[str, tuple[float, ...]] = {
+  "prenorm": (0.0025, 0.005, 0.01, 0.02),
+  "block_attnres": (0.0025, 0.005, 0.01, 0.00125),
+  "full_attnres": (0.0025, 0.005, 0.01),
+  "denseformer": (0.0025, 0.005, 0.01, 0.02),
 }
+SCHEMES = tuple(TRIED_RATES)
 # Each scheme's own rate at the pilot's width: the lowest loss of part=rates. At
 # another width it is divided by the ratio of widths.
 RATES: Mapping[str, float] = {
-  "prenorm": 0.01,
-  "block_attnres": 0.0025,
-  "full_attnres": 0.005,
+  "prenorm": 0.01, "block_attnres": 0.0025, "full_attnres": 0.005,
   "denseformer": 0.01,
-}
+}  # fmt: skip
 PARTS = {
   "rates": [
     {"size": PILOT, "residual": scheme, "budget": 0.5, "optim.peak_lr": rate,
      "seed": 100}
     for scheme in SCHEMES
-    for rate in (*TRIED_RATES, *TRIED_NEXT.get(scheme, ()))
+    for rate in TRIED_RATES[scheme]
   ],
   "gain": [
     {"size": size, "residual": scheme, "seed": seed}

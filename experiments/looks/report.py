@@ -6,8 +6,9 @@ given relative to an even one, 1 / n for n sources, since n differs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import figure as figure_lib
 import numpy as np
@@ -92,66 +93,40 @@ def magnitudes(rows: Sequence[Row]) -> str:
   return readme.text(table, _origin(rows, "state_rms"))
 
 
-class Reads(NamedTuple):
-  """The reads of one kind of sublayer that have at least three sources.
-
-  Attributes:
-    weights: of each read, its sources in order, the embedding first.
-    entropies: of each read, in nats.
-  """
-
-  weights: list[np.ndarray]
-  entropies: list[float]
-
-  @classmethod
-  def of(cls, weights: Any, entropies: Any) -> "Reads":
-    """From the values of two series; absent sources are None."""
-    reads = cls([], [])
-    for cells, entropy in zip(weights, entropies, strict=True):
-      row = np.asarray([x for x in cells if x is not None])
-      if len(row) > 2:
-        reads.weights.append(row)
-        reads.entropies.append(entropy)
-    return reads
-
-
-def newest(reads: Reads) -> float:
-  """Weight of the newest source, relative to an even one."""
-  return float(np.mean([w[-1] * len(w) for w in reads.weights]))
-
-
-def newest_is_largest(reads: Reads) -> float:
-  """Share of reads whose newest source has the largest weight."""
-  return float(np.mean([w.argmax() == len(w) - 1 for w in reads.weights]))
-
-
-def embedding(reads: Reads) -> float:
-  """Weight of the embedding, relative to an even one."""
-  return float(np.mean([w[0] * len(w) for w in reads.weights]))
-
-
-def evenness(reads: Reads) -> float:
-  """Mean entropy of a token's weights over that of even ones."""
-  lengths = [len(w) for w in reads.weights]
-  return float(np.mean(np.asarray(reads.entropies) / np.log(lengths)))
-
-
-def skips(reads: Reads) -> float:
-  """Share of sources, without the embedding and the two newest, that are read
-  with `_SKIP` times an even weight.
-  """
-  far = [w[1:-2] * len(w) > _SKIP for w in reads.weights]
-  every = np.concatenate(far)
-  return float(every.mean()) if len(every) else float("nan")
-
-
-OBSERVATIONS: Mapping[str, Callable[[Reads], float]] = {
-  "1. weight of the newest source (1 is even)": newest,
-  "1. reads whose newest source has the largest weight": newest_is_largest,
-  "2. weight of the embedding (1 is even)": embedding,
-  "3., 4. entropy over that of even weights": evenness,
-  f"skips: older sources with {_SKIP} times an even weight": skips,
+# Of a read: its weights in the order of sources, the embedding first, and their
+# entropy in nats. A number, or one for each of some sources.
+OBSERVATIONS: Mapping[str, Callable[[np.ndarray, float], Any]] = {
+  "1. weight of the newest source (1 is even)": lambda w, _: w[-1] * len(w),
+  "1. reads whose newest source has the largest weight": lambda w, _: (
+    w.argmax() == len(w) - 1
+  ),
+  "2. weight of the embedding (1 is even)": lambda w, _: w[0] * len(w),
+  "3., 4. entropy over that of even weights": lambda w, entropy: (
+    entropy / np.log(len(w))
+  ),
+  f"skips: older sources with {_SKIP} times an even weight": lambda w, _: (
+    w[1:-2] * len(w) > _SKIP
+  ),
 }
+
+
+def observed(weights: Any, entropies: Any) -> list[float]:
+  """Means of all observations over reads with at least three sources.
+
+  Args:
+    weights: of each read; absent sources are None.
+    entropies: of each read.
+  """
+  reads = [
+    (row, entropy)
+    for cells, entropy in zip(weights, entropies, strict=True)
+    if len(row := np.asarray([x for x in cells if x is not None])) > 2
+  ]
+  every = (
+    np.hstack([number(*read) for read in reads])
+    for number in OBSERVATIONS.values()
+  )
+  return [float(x.mean()) if len(x) else float("nan") for x in every]
 
 
 def patterns(rows: Sequence[Row]) -> str:
@@ -162,27 +137,24 @@ def patterns(rows: Sequence[Row]) -> str:
       weights, entropies = (
         of_series(rows, name)[variant] for name in (kind, f"{kind}_entropy")
       )
-      reads = [Reads.of(weights[seed], entropies[seed]) for seed in weights]
-      columns[f"{label(variant)}, {words}"] = reads
-  lines = [
-    [words, *(_spread(list(map(number, reads))) for reads in columns.values())]
-    for words, number in OBSERVATIONS.items()
-  ]
-  removals = []
-  for variant, by_seed in _removed(rows).items():
-    removals.append([
+      seeds = [observed(weights[seed], entropies[seed]) for seed in weights]
+      columns[f"{label(variant)}, {words}"] = map(_spread, zip(*seeds))
+  removals = [
+    [
       label(variant),
       _spread([stats.spearmanr(*x).statistic for x in by_seed]),
       _spread([_share_of_top(*x) for x in by_seed]),
       _spread([float(np.max(cost)) for _, cost in by_seed], 3),
-    ])  # fmt: skip
+    ]
+    for variant, by_seed in _removed(rows).items()
+  ]
   header = (
     "removal of one source from one read", "rank correlation with its weight",
     "share of all costs in the tenth with the largest weights",
     "largest cost, nats per token",
   )  # fmt: skip
   return readme.text(
-    page.Table(["", *columns], lines),
+    page.Table(["", *columns], [*zip(OBSERVATIONS, *columns.values())]),
     page.Table(header, removals),
     _origin(rows, "mlp", "importance"),
   )
@@ -251,23 +223,15 @@ def numbers(matrix: np.ndarray) -> tuple[float, float, float, float]:
 
 def draw_weights(rows: Sequence[Row]) -> figure_lib.Figure:
   """Fig. 8 of the first seed: a row per variant."""
-  first = lambda name, variant: next(
-    iter(of_series(rows, name)[variant].values())
-  )
   schemes = {}
   for variant in of_series(rows, "mlp"):
-    arrays = {
-      name: np.asarray(first(name, variant), np.float64)
-      for name in (
-        "attention", "mlp", "output", "attention_entropy", "mlp_entropy",
-      )
-    }  # fmt: skip
-    schemes[ablations.STUDY.variants[variant].residual] = analysis.DepthWeights(
-      **arrays,
-      columns=tuple(first("columns", variant)),
-      output_columns=tuple(first("output_columns", variant)),
-      output_entropy=float(first("output_entropy", variant)),
-    )
+    series: dict[str, Any] = {}
+    for field in dataclasses.fields(analysis.DepthWeights):
+      first, *_ = of_series(rows, field.name)[variant].values()
+      is_text = "columns" in field.name
+      series[field.name] = tuple(first) if is_text else np.float64(first)
+    scheme = ablations.STUDY.variants[variant].residual
+    schemes[scheme] = analysis.DepthWeights(**series)
   return plots.depth_weights(schemes)
 
 
@@ -306,8 +270,9 @@ def draw_magnitudes(rows: Sequence[Row]) -> figure_lib.Figure:
     for variant, by_seed in of_series(rows, series).items():
       values = np.stack(list(by_seed.values()))
       x = np.arange(1, values.shape[1] + 1)
-      axes.plot(x, values.T, **_thin(variant))
-      axes.plot(x, values.mean(0), label=label(variant), **_style(variant))
+      style, thin = _style(variant), {"linewidth": 0.6, "alpha": 0.5}
+      axes.plot(x, values.T, **style | thin)
+      axes.plot(x, values.mean(0), label=label(variant), **style)
     axes.set_title(title, fontsize=9)
     of_block = series in ("state_rms", "grad_norm")
     axes.set_xlabel("transformer block" if of_block else "sublayer")
@@ -316,11 +281,6 @@ def draw_magnitudes(rows: Sequence[Row]) -> figure_lib.Figure:
   grid[-1].set_axis_off()
   figures.legend(shape, grid[0])
   return shape
-
-
-def _thin(variant: str) -> dict[str, Any]:
-  """The style of lines of single networks."""
-  return _style(variant) | {"linewidth": 0.6, "alpha": 0.5}
 
 
 PUBLISHED = readme.Published(

@@ -12,8 +12,8 @@ file; the README and its figures are filled from them.
 import argparse
 from collections.abc import Iterator, Sequence
 import dataclasses
+import itertools
 import json
-import pathlib
 import sys
 from typing import Any, NamedTuple
 
@@ -26,8 +26,6 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import models
 from attnres_jax.common import command_line
-from attnres_jax.common import csv_rows
-from attnres_jax.common import environment
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.train import checkpoint
@@ -44,7 +42,7 @@ _WEIGHTS = (
   "attention", "mlp", "output", "attention_entropy", "mlp_entropy",
   "output_entropy",
 )  # fmt: skip
-_FOLDER = pathlib.Path(__file__).absolute().parent
+_KEY = "variant", "seed", "series"
 
 Series = dict[str, Any]
 
@@ -153,17 +151,12 @@ def _digits(values: Any, digits: int) -> Any:
   return np.round(np.asarray(values, np.float64), digits).tolist()
 
 
-def rows_of(network: Network, origin: dict[str, str]) -> list[dict[str, Any]]:
+def rows_of(network: Network) -> Iterator[dict[str, Any]]:
   """A row per series; NaN becomes null, as JSON has no other name for it."""
-  identity = {"variant": network.variant, "seed": network.seed}
-  return [
-    identity | {"series": name, "values": _json(values)} | origin
-    for name, values in measure(network).items()
-  ]
-
-
-def _json(values: Any) -> str:
-  return json.dumps(values).replace("NaN", "null")
+  for series, values in measure(network).items():
+    text = json.dumps(values).replace("NaN", "null")
+    cells = network.variant, network.seed, series
+    yield dict(zip(_KEY, cells)) | {"values": text}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,17 +175,9 @@ def _main(options: argparse.Namespace) -> None:
       f"--runs: got {options.runs!r}, expected the folder of a sweep with a"
       f" finished run of {', '.join(report.VARIANTS)}"
     )
-  by_network: dict[tuple[str, int], list[Any]] = {}
-  for row in report.PUBLISHED.read():
-    by_network.setdefault((row["variant"], int(row["seed"])), []).append(row)
-  origin = environment.facts()
-  for network in tqdm.tqdm(runs, unit="network", file=sys.stderr):
-    by_network[network[:2]] = rows_of(load(*network), origin)
-    place = report.VARIANTS.index
-    order = sorted(by_network, key=lambda key: (place(key[0]), key[1]))
-    rows = [row for key in order for row in by_network[key]]
-    csv_rows.write(_FOLDER / "results.csv", rows)
-  report.PUBLISHED.write()
+  networks = (load(*run) for run in tqdm.tqdm(runs, unit="network"))
+  rows = itertools.chain.from_iterable(map(rows_of, networks))
+  report.PUBLISHED.measure(rows, _KEY)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 from committed rows, and a test keeps documents and rows consistent.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import importlib
 import importlib.util
@@ -18,6 +18,7 @@ import matplotlib
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
 from attnres_jax.common import files
 from attnres_jax.sweep.pages import losses
 from attnres_jax.sweep.pages import page
@@ -105,6 +106,34 @@ class Published:
       csv_rows.write(self.folder / f"{name}.csv", rows)
     for path, content in contents.items():
       files.write(path, content)
+
+  def missing(
+    self, groups: Iterable[Any], key: Sequence[str], out: str = ""
+  ) -> list[Any]:
+    """Groups of cells of `key` of which a file of `measure` has no row."""
+    rows = csv_rows.read(out or self.folder / "results.csv", missing_ok=True)
+    done = {tuple(row[name] for name in key) for row in rows}
+    return [group for group in groups if tuple(map(str, group)) not in done]
+
+  def measure(
+    self, rows: Iterable[Mapping[str, Any]], key: Sequence[str], out: str = ""
+  ) -> None:
+    """Puts rows into a file, each as soon as it is made, and publishes them.
+
+    Args:
+      rows: each replaces the one with the same cells of `key`.
+      key: columns.
+      out: another file than results.csv, whose rows are not published.
+    """
+    results = self.folder / "results.csv"
+    path = pathlib.Path(out or results).absolute()
+    files.check_output("--out", path, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts, cells = environment.facts(), dict.fromkeys(key, "")
+    for row in rows:
+      csv_rows.put(path, {**cells, **row, **facts, **row}, key)
+    if path == results:
+      self.write()
 
 
 def load(experiment: str) -> Published:

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import pathlib
 import re
 import sys
 from typing import Any
@@ -30,15 +29,11 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
 from attnres_jax.common import command_line
-from attnres_jax.common import csv_rows
-from attnres_jax.common import environment
 from attnres_jax.config import errors
 from attnres_jax.flops import parameters
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
 from experiments.residual_zoo import report
-
-_RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
 
 # Costs are counted at d=512 with 24 sublayers in 8 blocks, in bfloat16.
 COST = "configs/lm.py:size=small,residual="
@@ -61,20 +56,19 @@ SAME = 1e-3
 
 def facts(name: str) -> dict[str, Any]:
   """The row of a scheme, without its origin."""
-  model = config_lib.load_config(
-    COST + name,
-    {
-      "model.dtype": "bfloat16",
-      "model.vocab_size": 257,
-      "model.residual.num_blocks": 8,
-    },
-    by_hand=False,
-  ).model
+  fields = {
+    "model.dtype": "bfloat16", "model.vocab_size": 257,
+    "model.residual.num_blocks": 8,
+  }  # fmt: skip
+  model = config_lib.load_config(COST + name, fields, by_hand=False).model
   scheme = residuals.scheme_of(model)
   counted = flops.flops_per_token(model, LENGTH)
-  moved = traffic.of_scheme(model)
-  network = _moved(name)
-  tokens = _tokens()
+  network, tokens = _moved(name), _tokens()
+  matrix, norms = (
+    analysis.mixing_matrix(network, tokens, norms=norms)
+    for norms in (False, True)
+  )
+  listed = lambda matrix: json.dumps(np.round(matrix, 4).tolist())
   return {
     "scheme": name,
     "family": scheme.__module__.rpartition(".")[2],
@@ -82,12 +76,12 @@ def facts(name: str) -> dict[str, Any]:
     "parameters": parameters.of_parts(model)["residual"].total,
     "residual_flops": counted.residual,
     "flops_share": f"{counted.residual / counted.forward:.5f}",
-    "moved_vectors": f"{moved.total:.3f}",
+    "moved_vectors": f"{traffic.of_scheme(model).total:.3f}",
     "state_vectors": f"{_state_vectors(model):.3f}",
     "rank": _rank(network),
     "starts_as_prenorm": _starts_as_prenorm(name),
-    "matrix": _listed(analysis.mixing_matrix(network, tokens)),
-    "norms": _listed(analysis.mixing_matrix(network, tokens, norms=True)),
+    "matrix": listed(matrix),
+    "norms": listed(norms),
   }
 
 
@@ -127,10 +121,6 @@ def _config(name: str) -> config_lib.ModelConfig:
   return dataclasses.replace(SMALL, residual=residual)
 
 
-def _network(name: str) -> models.Transformer:
-  return models.build_model(_config(name))
-
-
 def _tokens() -> np.ndarray:
   rng = np.random.default_rng(0)
   return rng.integers(0, SMALL.vocab_size, (2, 16), dtype=np.int32)
@@ -138,7 +128,8 @@ def _tokens() -> np.ndarray:
 
 def _moved(name: str) -> models.Transformer:
   """A network in which the scheme has random parameters."""
-  network, rng = _network(name), np.random.default_rng(1)
+  network = models.build_model(_config(name))
+  rng = np.random.default_rng(1)
   network.residual = jax.tree.map(
     lambda a: a + jnp.asarray(SPREAD * rng.standard_normal(a.shape), a.dtype),
     network.residual,
@@ -156,10 +147,6 @@ def _rank(network: models.Transformer) -> int | str:
   if np.abs(matrix - other).max() > 1e-3 * np.abs(matrix).max():
     return ""
   return analysis.semiseparable_rank(matrix, 1e-4)
-
-
-def _listed(matrix: np.ndarray) -> str:
-  return json.dumps(np.round(matrix, 4).tolist())
 
 
 def _starts_as_prenorm(name: str) -> bool:
@@ -190,14 +177,8 @@ def _main(options: argparse.Namespace) -> None:
     names = options.schemes.split(",")
   for name in names:
     errors.check_in("--schemes", name, residuals.RESIDUALS)
-  table = {row["scheme"]: row for row in report.PUBLISHED.read()}
-  origin = environment.facts()
-  for name in tqdm.tqdm(names, unit="scheme"):
-    table[name] = facts(name) | origin
-    # After each, so that an interrupted run loses nothing.
-    rows = [table[name] for name in residuals.RESIDUALS if name in table]
-    csv_rows.write(_RESULTS, rows)
-  report.PUBLISHED.write()
+  rows = map(facts, tqdm.tqdm(names, unit="scheme"))
+  report.PUBLISHED.measure(rows, ["scheme"])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ From the rows of configs/plans.csv, which `attnres_jax.plan.search` compiled.
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import itertools
 import re
 
 from attnres_jax.models import residuals
@@ -30,16 +31,17 @@ _SIZES = tuple(size.name for size in paper.TABLE_2)
 def table(rows: Sequence[Row]) -> str:
   """Chip-hours of each size, a line per slice and scheme."""
   plans = _of_table_2(rows)
-  slices = dict.fromkeys(row["slice"] for row in plans.values())
   lines = []
-  for slice_name in slices:
-    for scheme in scaling.SCHEMES:
-      listed = [plans.get((slice_name, size, scheme)) for size in _SIZES]
-      hours = [int(row["chip_hours"]) if row else None for row in listed]
-      cells = ["" if hour is None else f"{hour:,}" for hour in hours]
-      total = "" if None in hours else f"{sum(filter(None, hours)):,}"
-      label = residuals.RESIDUALS[scheme].style.label
-      lines.append([slice_name, label, *cells, total])
+  for slice_name, scheme in itertools.product(
+    dict.fromkeys(row["slice"] for row in plans.values()), scaling.SCHEMES
+  ):
+    listed = [plans.get((slice_name, size, scheme)) for size in _SIZES]
+    hours = [int(row["chip_hours"]) if row else 0 for row in listed]
+    cells = [f"{hour:,}" if hour else "" for hour in (*hours, sum(hours))]
+    if not all(hours):
+      cells[-1] = ""
+    label = residuals.RESIDUALS[scheme].style.label
+    lines.append([slice_name, label, *cells])
   header = "slice", "scheme", *_SIZES, "all five"
   listed = list(plans.values())
   origin = f"Compiled up to the schedule, not run: {readme_lib.origin(listed)}"
@@ -64,9 +66,8 @@ def bought(rows: Sequence[Row]) -> str:
         for name, needed in price.hours.items()
         if name.partition("-")[0] not in sizes
       }
-      pattern, total = budget.fitting(
-        dataclasses.replace(price, hours=hours), most
-      )
+      known_prices = dataclasses.replace(price, hours=hours)
+      pattern, total = budget.fitting(known_prices, most)
       if not pattern or (price.slice_name, pattern) in listed:
         continue
       listed.add((price.slice_name, pattern))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of the runs of configs/scaling.py: Fig. 4, laws and losses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 import pathlib
 from typing import Any
@@ -38,7 +38,6 @@ COUNTS = {
 _DRAWS = 500
 
 Row = Mapping[str, Any]
-_TwoEstimates = tuple[fit_lib.Estimate | None, fit_lib.Estimate | None]
 
 
 def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
@@ -102,18 +101,31 @@ def _left_out(rows: Sequence[Row]) -> str:
 
 
 def laws(rows: Sequence[Row]) -> page.Table:
-  """The fits for every way of counting."""
-  lines = [
-    (
-      figures.name_of(scheme),
-      COUNTS[counting],
-      page.interval(*fit.coefficient(), digits=3),
-      page.interval(*fit.exponent(), digits=4),
-      "" if ratio is None else page.interval(*ratio),
-      "" if speedup is None else page.interval(*speedup),
-    )
-    for scheme, counting, fit, ratio, speedup in _advantages(rows)
-  ]
+  """The fits for every way of counting, and the baseline's compute for a loss.
+
+  As a multiple of the compute of the scheme's largest run, by the two laws, and
+  as the effective speed-up over all sizes; empty for the baseline, without a
+  baseline, and with too few sizes.
+  """
+  lines = []
+  for counting in compute_lib.COUNTINGS:
+    runs, fitted = fits(rows, counting)
+    baseline = fitted.get(losses_lib.BASELINE)
+    for scheme, fit in fitted.items():
+      ratio = speedup = None
+      if baseline is not None and scheme != losses_lib.BASELINE:
+        largest = float(runs[scheme].compute.max())
+        ratio = fit_lib.compute_advantage(baseline, fit, largest)
+        with contextlib.suppress(config_lib.ConfigError):
+          speedup = scaling.effective_speedup(
+            runs[losses_lib.BASELINE], runs[scheme]
+          )
+      lines.append([
+        figures.name_of(scheme), COUNTS[counting],
+        page.interval(*fit.coefficient(), digits=3),
+        page.interval(*fit.exponent(), digits=4),
+        *(page.interval(*x) if x else "" for x in (ratio, speedup)),
+      ])  # fmt: skip
   header = (
     "residual", "C counts", "A", "alpha", "PreNorm's C for its loss",
     "effective speed-up",
@@ -122,30 +134,13 @@ def laws(rows: Sequence[Row]) -> page.Table:
 
 
 def _answer(rows: Sequence[Row]) -> page.Html:
-  drawn: str = "Laws appear once a scheme has finished at two sizes."
-  left_out = _left_out(rows)
-  if fits(rows, COUNTING)[1]:
-    drawn = page.fill(
-      "<figure>{{ figure }}</figure>\n{{ table }}\n"
-      '<p class="note">L = A C<sup>&minus;&alpha;</sup>, least squares in ln L,'
-      " C in PFLOP/s-days; no irreducible loss, as in the paper. Brackets and"
-      " bands: 90 % of {{ draws }} draws, with the correlation of schemes, from"
-      " the distance of sizes to the law or of seeds to their mean, whichever"
-      " is wider; two sizes have none."
-      " {{ left_out }} Losses on other data and tokenizers cannot"
-      " be compared with the paper's; slopes and gaps can. The last column"
-      " but one says how many times the compute of the scheme's largest run"
-      " PreNorm needs for its loss; the paper has 1.25 for Block AttnRes at 5.6"
-      " PFLOP/s-days. The last column is the mean over all sizes, from pairs of"
-      " runs, with an interval that includes what the law does not fit.</p>",
-      figure=svg.to_svg(figure(rows), "laws"),
-      table=laws(rows).html(),
-      draws=_DRAWS,
-      left_out=left_out,
-    )
+  has_laws = bool(fits(rows, COUNTING)[1])
   return page.fill(
     _ANSWER.read_text(encoding="utf-8"),
-    laws=drawn,
+    figure=svg.to_svg(figure(rows), "laws") if has_laws else "",
+    laws=laws(rows).html() if has_laws else "",
+    draws=_DRAWS,
+    left_out=_left_out(rows),
     losses=losses_lib.table(rows, "size").html(),
   )
 
@@ -170,30 +165,6 @@ def _rate_tables(rows: Sequence[Row]) -> tuple[page.Table, ...]:
     losses_lib.at_their_best(rows, "peak_lr", "size"),
     laws(losses_lib.rows_at_their_best(rows, "peak_lr")),
   )
-
-
-def _advantages(
-  rows: Sequence[Row],
-) -> Iterator[tuple[str, str, fit_lib.Fit, *_TwoEstimates]]:
-  """Scheme, counting, law, and the baseline's compute for the same loss.
-
-  As a multiple of the compute of the scheme's largest run, by the two laws, and
-  as the effective speed-up over all sizes; None for the baseline, without a
-  baseline, and with too few sizes.
-  """
-  for counting in compute_lib.COUNTINGS:
-    runs, fitted = fits(rows, counting)
-    baseline = fitted.get(losses_lib.BASELINE)
-    for scheme, fit in fitted.items():
-      ratio = speedup = None
-      if baseline is not None and scheme != losses_lib.BASELINE:
-        largest = float(runs[scheme].compute.max())
-        ratio = fit_lib.compute_advantage(baseline, fit, largest)
-        with contextlib.suppress(config_lib.ConfigError):
-          speedup = scaling.effective_speedup(
-            runs[losses_lib.BASELINE], runs[scheme]
-          )
-      yield scheme, counting, fit, ratio, speedup
 
 
 PUBLISHED = readme.Published(

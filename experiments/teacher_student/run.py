@@ -10,7 +10,6 @@ README from them. Rerun the same command to resume.
 import argparse
 from collections.abc import Sequence
 import itertools
-import pathlib
 import sys
 import time
 
@@ -18,9 +17,6 @@ import numpy as np
 import tqdm
 
 from attnres_jax.common import command_line
-from attnres_jax.common import csv_rows
-from attnres_jax.common import environment
-from attnres_jax.common import files
 from attnres_jax.config import fields
 from experiments.teacher_student import report
 from experiments.teacher_student import toy
@@ -29,7 +25,7 @@ TEMPERATURES = (0.01, 0.1, 1.0, 10.0, 100.0)
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 SIZES = toy.Sizes()
 
-_RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
+_KEY = "readout", "student", "seed", "temperature", "rate"
 
 
 def rows(
@@ -42,19 +38,13 @@ def rows(
   start = time.perf_counter()
   losses = toy.train(student, readout, temperature_E, rate_E, seed_E, sizes)
   columns = {name: np.asarray(loss_E) for name, loss_E in losses.items()}
-  seconds = f"{time.perf_counter() - start:.0f}"
+  more = {"seconds_of_all": f"{time.perf_counter() - start:.0f}"}
   return [
-    {
-      "readout": readout,
-      "student": student,
-      "seed": seed,
-      "temperature": temperature,
-      "rate": rate,
-    }
+    dict(zip(_KEY, (readout, student, seed, *setting)))
     | {name: f"{loss_E[i]:.6g}" for name, loss_E in columns.items()}
-    | {"seconds_of_all": seconds}
+    | more
     | sizes._asdict()
-    for i, (temperature, rate) in enumerate(grid)
+    for i, setting in enumerate(grid)
   ]
 
 
@@ -63,23 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = command_line.Parser(
     "python -m experiments.teacher_student.run", __doc__
   )
-  parser.add_argument(
-    "--seeds", type=fields.Few, default=5, help="of every setting"
-  )
-  parser.add_argument(
-    "--out",
-    default=str(_RESULTS),
-    help="file of rows; others are not published",
-  )
+  add = parser.add_argument
+  add("--seeds", type=fields.Few, default=5, help="of every setting")
+  add("--out", default="", help="another file of rows, not published")
   return command_line.run(_main, parser.parse_args(argv))
 
 
 def _main(options: argparse.Namespace) -> None:
   fields.accept("--seeds", options.seeds, fields.Size)
-  out = pathlib.Path(options.out)
-  files.check_output("--out", out, ("readout", "student", "seed"))
-  table = csv_rows.read(out, missing_ok=True)
-  done = {(row["readout"], row["student"], int(row["seed"])) for row in table}
   # Seed by seed, so that part of the runs is already a comparison.
   groups = [
     (readout, student, seed)
@@ -87,12 +68,11 @@ def _main(options: argparse.Namespace) -> None:
     for readout in toy.READOUTS
     for student in toy.STUDENTS
   ]
-  origin = environment.facts()
-  for group in tqdm.tqdm([w for w in groups if w not in done], unit="group"):
-    table += [row | origin for row in rows(*group, SIZES)]
-    csv_rows.write(out, table)
-  if out == _RESULTS:
-    report.PUBLISHED.write()
+  missing = report.PUBLISHED.missing(groups, _KEY[:3], options.out)
+  made = (rows(*group, SIZES) for group in tqdm.tqdm(missing, unit="group"))
+  report.PUBLISHED.measure(
+    itertools.chain.from_iterable(made), _KEY, options.out
+  )
 
 
 if __name__ == "__main__":

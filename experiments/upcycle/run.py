@@ -20,8 +20,6 @@ import tqdm
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
-from attnres_jax.common import csv_rows
-from attnres_jax.common import environment
 from attnres_jax.common import files
 from attnres_jax.config import fields
 from attnres_jax.interop import upcycle
@@ -57,7 +55,7 @@ ARMS: dict[str, tuple[config_lib.ResidualConfig, dict[str, Any]]] = {
   ),
 }  # fmt: skip
 
-_RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
+_KEY = "arm", "seed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,36 +64,24 @@ def main(argv: Sequence[str] | None = None) -> int:
   add = parser.add_argument
   add("--seeds", type=fields.Few, default=8, help="pairs")
   add("--workdir", default="runs/upcycle", help="folder of all runs")
-  add(
-    "--out", default=str(_RESULTS),
-    help="file of rows; others are not published",
-  )  # fmt: skip
+  add("--out", default="", help="another file of rows, not published")
   return command_line.run(_main, parser.parse_args(argv))
 
 
 def _main(options: argparse.Namespace) -> None:
   fields.accept("--seeds", options.seeds, fields.Size)
-  workdir = files.check_folder("--workdir", options.workdir)
-  out = pathlib.Path(options.out)
-  files.check_output("--out", out, ("arm", "seed"))
-  rows = csv_rows.read(out, missing_ok=True)
-  done = {(row["arm"], int(row["seed"])) for row in rows}
-  origin = environment.facts()
+  workdir = pathlib.Path(files.check_folder("--workdir", options.workdir))
   # Seed by seed, so that a part of them is already a comparison.
   runs = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
-  base = config_lib.load_config(SOURCE, PROTOCOL)
-  for arm, seed in tqdm.tqdm([w for w in runs if w not in done], unit="run"):
-    rows.append(_row(base, arm, seed, pathlib.Path(workdir)) | origin)
-    csv_rows.write(out, rows)
-    jax.clear_caches()
-  if out == _RESULTS:
-    report.PUBLISHED.write()
+  missing = report.PUBLISHED.missing(runs, _KEY, options.out)
+  rows = (_row(*run, workdir) for run in tqdm.tqdm(missing, unit="run"))
+  report.PUBLISHED.measure(rows, _KEY, options.out)
 
 
-def _row(
-  base: config_lib.RunConfig, arm: str, seed: int, workdir: pathlib.Path
-) -> dict[str, Any]:
+def _row(arm: str, seed: int, workdir: pathlib.Path) -> dict[str, Any]:
   """Trains an arm, and its source if nobody has; returns what it reached."""
+  jax.clear_caches()
+  base = config_lib.load_config(SOURCE, PROTOCOL)
   data = dataclasses.replace(base.data, seed=seed)
   source = dataclasses.replace(base, seed=seed, data=data)
   folder = workdir / f"seed{seed}"

@@ -98,6 +98,34 @@ class Table(NamedTuple):
       [list(itertools.compress(line, used)) for line in lines],
     )
 
+  @classmethod
+  def across(
+    cls,
+    header: Sequence[str],
+    cells: Iterable[Sequence[Any]],
+    columns: Mapping[Any, str] | None = None,
+  ) -> "Table":
+    """A line per place and a column per name; empty without a cell.
+
+    Args:
+      header: of the columns that name a place.
+      cells: (*place, name of the column, text).
+      columns: headings of the others by name; as cells come by default.
+    """
+    lines: dict[tuple[Any, ...], dict[Any, Any]] = {}
+    for *place, name, text in cells:
+      lines.setdefault(tuple(place), {})[name] = text
+    columns = columns or {
+      name: name for line in lines.values() for name in line
+    }
+    return cls(
+      [*header, *columns.values()],
+      [
+        [*place, *(line.get(name, "") for name in columns)]
+        for place, line in lines.items()
+      ],
+    )
+
   def markdown(self) -> str:
     """The table in Markdown, for a README."""
     lines = [[str(_cell(cell)) for cell in row] for row in self.rows]

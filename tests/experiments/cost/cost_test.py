@@ -54,13 +54,14 @@ def test_a_row_replaces_that_of_the_same_sizes(tmp_path):
   path = tmp_path / "rows.csv"
   row = {"place": "here", "network": "large", "batch": 2, "tokens": 8}
   for change in ({}, {"arm": "b"}, {"arm": "b", "ratio": 7.0}, {"tokens": 9}):
-    run.put(path, row | change)
+    csv_rows.put(path, row | change, report.KEYS)
   rows = csv_rows.read(path)
   assert [row["ratio"] for row in rows] == ["", "7.0", ""]
 
 
 def _compiled(arm, batch, gigabytes, milliseconds, **more):
-  row = dict.fromkeys(report.COLUMNS, "") | FACTS | dict(
+  names = (*report.KEYS, "blocks_GB", "depth_ms", "peak_GiB")
+  row = dict.fromkeys(names, "") | FACTS | dict(
     program="decode", place="v5e", network="served", arm=arm, tokens=1024,
     batch=batch, least_GB=1.0, GB=gigabytes, ms=milliseconds,
   ) | more  # fmt: skip

@@ -41,11 +41,10 @@ def network_fixture():
 
 @pytest.mark.more
 def test_looks_become_a_readme(network, tmp_path):
-  origin = {"hardware": "x", "jax": "0", "commit": "c"}
   rows = [
-    row
+    row | {"hardware": "x", "jax": "0", "commit": "c"}
     for variant in ("prenorm", "full")
-    for row in run.rows_of(network._replace(variant=variant), origin)
+    for row in run.rows_of(network._replace(variant=variant))
   ]
   csv_rows.write(tmp_path / "results.csv", rows)
   rows = csv_rows.read(tmp_path / "results.csv")
@@ -73,13 +72,14 @@ def test_numbers_of_matrices():
 def test_numbers_of_patterns():
   """Three reads: of two sources (left out), of three and of four."""
   rows = [[0.5, 0.5, None, None], [0.2, 0.2, 0.6, None], [0.1, 0.5, 0.2, 0.2]]
-  reads = report.Reads.of(rows, [0.1, 0.5, np.log(4)])
-  assert len(reads.weights) == 2
-  assert report.newest(reads) == pytest.approx((1.8 + 0.8) / 2)
-  assert report.newest_is_largest(reads) == 0.5
-  assert report.embedding(reads) == pytest.approx((0.6 + 0.4) / 2)
-  assert report.evenness(reads) == pytest.approx((0.5 / np.log(3) + 1) / 2)
-  assert report.skips(reads) == 1.0  # Only the second of four is older.
+  newest, is_largest, embedding, evenness, skips = report.observed(
+    rows, [0.1, 0.5, np.log(4)]
+  )
+  assert newest == pytest.approx((1.8 + 0.8) / 2)
+  assert is_largest == 0.5
+  assert embedding == pytest.approx((0.6 + 0.4) / 2)
+  assert evenness == pytest.approx((0.5 / np.log(3) + 1) / 2)
+  assert skips == 1.0  # Only the second of four is older.
 
 
 def test_removals_of_reads_with_a_choice():

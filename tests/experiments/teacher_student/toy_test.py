@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnres_jax.common import csv_rows
 from experiments.teacher_student import report
 from experiments.teacher_student import run
 from experiments.teacher_student import toy
@@ -131,7 +132,7 @@ def test_the_command_resumes(tmp_path, monkeypatch):
   both = out.read_text().splitlines()
   assert both[: len(first)] == first and len(both) == 1 + 2 * settings
   # Everything that is published can be made from them.
-  rows = run.csv_rows.read(out)
+  rows = csv_rows.read(out)
   assert report.results(rows).count("| 100 |") == 1
   best = report.best(rows)
   # One rate of a normalised readout: equal networks, equal losses but rounding.
