@@ -70,14 +70,18 @@ def hardware() -> str:
   devices = jax.devices()
   if devices[0].platform != "cpu":
     return f"{len(devices)} x {devices[0].device_kind}"
-  if hasattr(os, "sched_getaffinity"):
-    cores = len(os.sched_getaffinity(0))
-  else:
-    cores = os.cpu_count() or 1
-  parts = [cpu(), f"{cores} core{'s' * (cores > 1)}"]
+  number = len(cores())
+  parts = [cpu(), f"{number} core{'s' * (number > 1)}"]
   if memory := _host_memory():
     parts.append(f"{memory / 2**30:.0f} GB memory")
   return ", ".join(parts)
+
+
+def cores() -> list[int]:
+  """The cores that this process may use, which only Linux says."""
+  if hasattr(os, "sched_getaffinity"):
+    return sorted(os.sched_getaffinity(0))
+  return [*range(os.cpu_count() or 1)]
 
 
 def check_size(state: Any) -> None:

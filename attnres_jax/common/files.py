@@ -21,6 +21,7 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import stores
+from attnres_jax.config import errors
 
 # The limit of file systems on Linux and macOS.
 NAME_BYTES = 255
@@ -159,12 +160,10 @@ def explaining_full_disk(
   """
   try:
     yield
-  except DiskFullError:
-    raise
   except Exception as error:
-    if is_disk_full(error):
-      raise disk_full(path, needed) from error
-    raise
+    if isinstance(error, DiskFullError) or not is_disk_full(error):
+      raise
+    raise disk_full(path, needed) from error
 
 
 def _free_bytes(path: epath.PathLike) -> int | None:
@@ -351,11 +350,8 @@ def _has_marks(file: str, content: bytes, marks: Sequence[str]) -> bool | None:
 
 def is_disk_full(error: BaseException | None) -> bool:
   """Whether an exception or one of its causes says that a disk is full."""
-  seen: set[int] = set()
-  while error is not None and id(error) not in seen:
-    seen.add(id(error))
-    number: Any = getattr(error, "errno", None)
-    if number in _FULL or any(w in str(error).lower() for w in _FULL_WORDS):
-      return True
-    error = error.__cause__ or error.__context__
-  return False
+  return any(
+    getattr(each, "errno", None) in _FULL
+    or any(words in str(each).lower() for words in _FULL_WORDS)
+    for each in errors.chain(error)
+  )

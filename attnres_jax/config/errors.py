@@ -23,14 +23,19 @@ def without_jax_notes(error: BaseException) -> list[str]:
 
   Below a line of dashes, JAX says that it hides its frames.
   """
-  chain: BaseException | None = error
-  seen: list[BaseException] = []  # A chain may be a ring.
-  while chain is not None and chain not in seen:
-    seen.append(chain)
-    notes = getattr(chain, "__notes__", [])
+  for each in chain(error):
+    notes = getattr(each, "__notes__", [])
     notes[:] = [note for note in notes if not note.startswith("-----")]
-    chain = chain.__cause__ or chain.__context__
   return list(getattr(error, "__notes__", []))
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+  """An error, its cause, and so on, each once: a chain may be a ring."""
+  seen: list[BaseException] = []
+  while error is not None and error not in seen:
+    seen.append(error)
+    yield error
+    error = error.__cause__ or error.__context__
 
 
 def fail(field: str, value: Any, accepted: str) -> NoReturn:

@@ -206,8 +206,8 @@ def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
   for step in _attempts(workdir, all_steps(workdir)):
     path = _folder(workdir, step)
     with orbax_io.quiet(), orbax_io.unsynced(), contextlib.suppress(Exception):
-      checksums.check_metadata(path)
-      return orbax_io.describe(path)[0]
+      if not checksums.damage(path, ()):
+        return orbax_io.describe(path)[0]
   return None
 
 

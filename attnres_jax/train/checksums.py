@@ -90,7 +90,8 @@ def damage(
 
   Args:
     folder: of the checkpoint.
-    parts: subfolders to compare, beside files outside of any; None for all.
+    parts: subfolders to compare, beside files outside of any, such as
+      metadata; None for all.
     share: index of this process, and how many divide the blocks.
   """
   try:
@@ -110,18 +111,6 @@ def damage(
     check = lambda block: _damage_of(folder, *block)
     reasons = pool.map(check, blocks[index::count])
     return list(dict.fromkeys(filter(None, reasons)))
-
-
-def check_metadata(folder: epath.Path) -> None:
-  """Compares the metadata of a checkpoint, without its arrays.
-
-  Raises:
-    DamageError: it has changed.
-  """
-  if (listed := _listed(folder)) is not None:
-    sums = listed.get(_METADATA, Sums(()))
-    if reason := _damage_of(folder, _METADATA, sums, 0):
-      raise DamageError(reason)
 
 
 def num_bytes(folder: epath.Path) -> int:

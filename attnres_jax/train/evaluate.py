@@ -32,8 +32,8 @@ class Evaluator:
     mesh: batches are split over its devices.
     eval_step: (model, batch) -> dict(loss_sum, tokens), of
       `train_state.Program`.
-    separator_id: the token between documents, if all others are bytes; None if
-      tokens are not bytes, so that bits per byte are undefined.
+    are_bytes: whether all tokens but the separator are bytes; else bits per
+      byte are undefined.
   """
 
   def __init__(
@@ -42,14 +42,12 @@ class Evaluator:
     dataset: Any,
     mesh: jax.sharding.Mesh,
     eval_step: Callable[[Any, dict[str, jax.Array]], dict[str, jax.Array]],
-    separator_id: int | None,
+    are_bytes: bool,
   ):
     self._batches = _first_batches(dataset, count)
     self._mesh = mesh
     self._eval_step = eval_step
-    self._target_bytes = None
-    if separator_id is not None:
-      self._target_bytes = _count_bytes(self._batches, separator_id, mesh)
+    self._target_bytes = _count_bytes(self._batches, mesh) if are_bytes else 0
 
   def __call__(self, model: Any) -> dict[str, float]:
     """Nats per token (and bits per byte), token count and seconds taken."""
@@ -94,13 +92,10 @@ def _first_batches(dataset: Any, count: int) -> list[Batch]:
     iterator.close()
 
 
-def _count_bytes(
-  batches: Sequence[Batch], separator_id: int, mesh: jax.sharding.Mesh
-) -> int:
+def _count_bytes(batches: Sequence[Batch], mesh: jax.sharding.Mesh) -> int:
   """Number of targets that count and are bytes, over all processes."""
   count = sum(
-    int(np.sum(loss.counted(b) & (b["tokens"][:, 1:] != separator_id)))
-    for b in batches
+    int(np.sum(loss.counted(b) & (b["tokens"][:, 1:] < 256))) for b in batches
   )
   part, _ = sharding.share_of_rows(mesh, jax.process_index())
   # Ranks of a pipeline have the same part.

@@ -13,6 +13,7 @@ from attnres_jax.common import environment
 from attnres_jax.train import checkpoint
 from attnres_jax.train import goodput
 from attnres_jax.train import metrics as metrics_lib
+from attnres_jax.train import train_state
 
 Rows = list[dict[str, Any]]
 
@@ -47,31 +48,30 @@ class History:
 
 def report_start(
   writer: metrics_lib.Writer,
-  mesh: jax.sharding.Mesh,
+  program: train_state.Program,
   step: int,
   rows: Rows,
   resumes: bool,
-  depth_reads: str | None,
 ) -> None:
   """Writes the first event of an attempt: the work lost, what runs, and where.
 
   Args:
     writer: of the run.
-    mesh: of its devices.
+    program: that runs.
     step: with which it begins.
     rows: of earlier attempts.
     resumes: whether there was a checkpoint.
-    depth_reads: in which form the scheme reads over depth, if it does.
   """
   lost_steps, lost_seconds = goodput.lost(rows, step)
-  reads = {"depth_reads": depth_reads} if depth_reads else {}
+  form = program.abstract_state.model.residual.form
+  reads = {"depth_reads": form} if form else {}
   writer.event(
     step,
     "resume" if resumes else "start",
     lost_steps=lost_steps,
     lost_seconds=lost_seconds,
-    devices=mesh.size,
-    device_kind=mesh.devices.flat[0].device_kind,
+    devices=program.mesh.size,
+    device_kind=program.mesh.devices.flat[0].device_kind,
     processes=jax.process_count(),
     hardware=environment.hardware(),
     commit=environment.commit(),

@@ -189,7 +189,7 @@ def train_and_evaluate(
       prepared.config,
       status="stopped" if stopped else "finished",
       step=run.step,
-      parameters=prepared.parameters,
+      parameters=prepared.program.parameters,
       seconds=time.perf_counter() - start,
     )
     if summary.get("skipped"):
@@ -240,12 +240,9 @@ def _begin(
   past.report(writer)
   if processes.is_first():
     counts = datasets["train"].part_tokens
-    lines = account.start_lines(config, workdir, prepared.parameters, counts)
+    lines = account.start_lines(config, workdir, program.parameters, counts)
     print(*lines, sep="\n", flush=True)
-  history_lib.report_start(
-    writer, mesh, step, past.rows, bool(restored),
-    program.abstract_state.model.residual.form,
-  )  # fmt: skip
+  history_lib.report_start(writer, program, step, past.rows, bool(restored))
   train_step, eval_step, depth_step = _compiled(prepared, writer, step)
   if restored:
     state = restored.state
@@ -260,7 +257,7 @@ def _begin(
   if restored:
     batches.set_state(restored.info["data"])
   saves = saves_lib.Saver(
-    workdir, config.checkpoint, writer, prepared.parameters
+    workdir, config.checkpoint, writer, program.parameters
   )
   stack.enter_context(saves)
   writer.event(step, "ready", seconds=time.perf_counter() - start)
@@ -322,7 +319,7 @@ def _evaluation(
       datasets["validation"],
       prepared.mesh,
       eval_step(),
-      prepared.separator_id,
+      prepared.config.data.tokenizer == "bytes",
     )
   )
 

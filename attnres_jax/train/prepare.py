@@ -26,7 +26,6 @@ class Prepared:
     mesh: of all devices.
     datasets: train and validation, as far as this process reads them.
     descriptions: of both, for data.json.
-    separator_id: the token between documents if all others are bytes, or None.
     program: the state's shapes and the steps, not compiled.
   """
 
@@ -34,14 +33,7 @@ class Prepared:
   mesh: jax.sharding.Mesh
   datasets: dict[str, data.Dataset]
   descriptions: dict[str, dict[str, Any]]
-  separator_id: int | None
   program: train_state.Program
-
-  @property
-  def parameters(self) -> int:
-    """How many numbers the network learns."""
-    leaves = jax.tree.leaves(self.program.abstract_state.model)
-    return sum(leaf.size for leaf in leaves)
 
 
 def prepare(
@@ -57,19 +49,17 @@ def prepare(
   Raises:
     ConfigError: the first part that cannot be built.
   """
-  tokenizer = data.make_tokenizer(config.data)
-  config = config.with_vocab_size(tokenizer.vocab_size)
+  vocab_size = data.make_tokenizer(config.data).vocab_size
+  config = config.with_vocab_size(vocab_size)
   config = plans_lib.resolve(config, jax.devices(), plans)
   mesh = sharding.make_mesh(config.mesh)
   datasets = _open_data(config, mesh)
   data.check(config, datasets["train"])
-  are_bytes = config.data.tokenizer == "bytes"
   prepared = Prepared(
     config,
     mesh,
     datasets,
     {split: dataset.describe() for split, dataset in datasets.items()},
-    tokenizer.separator_id if are_bytes else None,
     train_state.make_program(config, mesh),
   )
   environment.check_size(prepared.program.abstract_state)

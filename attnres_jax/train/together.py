@@ -82,12 +82,10 @@ class Batches:
     place = same, config.train.eval_batches
     with self._lock:
       if place not in self._evaluators:
-        tokenizer = data.make_tokenizer(config.data)
-        are_bytes = config.data.tokenizer == "bytes"
+        dataset = self.dataset(same, "validation")
         self._evaluators[place] = evaluate.Evaluator(
-          place[1], self.dataset(same, "validation"), mesh, step,
-          tokenizer.separator_id if are_bytes else None,
-        )  # fmt: skip
+          place[1], dataset, mesh, step, same.tokenizer == "bytes"
+        )
       return self._evaluators[place].with_step(step)
 
   def _read(self, config: config_lib.DataConfig, count: int) -> list[Any]:
@@ -249,7 +247,8 @@ class Group:
       if i not in self.failed:
         run_folder.summarise(
           self.workdirs[i], self.configs[i], status="finished",
-          step=self.step, parameters=self.parameters, seconds=self.seconds,
+          step=self.step, parameters=self.program.parameters,
+          seconds=self.seconds,
         )  # fmt: skip
 
   def save(self) -> None:
@@ -268,12 +267,6 @@ class Group:
   def close(self) -> None:
     for run in self._runs:
       run.writer.close()
-
-  @property
-  def parameters(self) -> int:
-    """Number of parameters of each network."""
-    model = self.program.abstract_state.model
-    return sum(leaf.size for leaf in jax.tree.leaves(model))
 
   def _restored(self, i: int) -> checkpoint.Restored | None:
     """The newest checkpoint of a run of this configuration."""
@@ -297,11 +290,7 @@ class Group:
     writer = run_folder.open_run(
       workdir, config, descriptions, self.step, console=False
     )
-    model = self.program.abstract_state.model
-    history.report_start(
-      writer, self.program.mesh, self.step, rows, bool(restored),
-      model.residual.form,
-    )  # fmt: skip
+    history.report_start(writer, self.program, self.step, rows, bool(restored))
     log = step_log.StepLog(
       config, writer, self.program.mesh,
       fetch=lambda metrics: metrics, clock=lambda: self.seconds,

@@ -103,6 +103,11 @@ class Program:
     names = ["tokens", "counts"] + ["segment_ids"] * data.segment_ids
     return dict.fromkeys(names, shape)
 
+  @property
+  def parameters(self) -> int:
+    """How many numbers the network learns."""
+    return sum(a.size for a in jax.tree.leaves(self.abstract_state.model))
+
   def init_state(self) -> TrainState:
     """A new state, sharded over the mesh."""
     return jax.jit(

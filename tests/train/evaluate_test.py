@@ -29,7 +29,7 @@ class _Dataset:
     return self.opened[-1]
 
 
-def _evaluator(batches, separator_id=SEPARATOR, count=3):
+def _evaluator(batches, are_bytes=True, count=3):
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=4))
 
   @jax.jit
@@ -42,7 +42,7 @@ def _evaluator(batches, separator_id=SEPARATOR, count=3):
 
   dataset = _Dataset(batches)
   return (
-    evaluate.Evaluator(count, dataset, mesh, eval_step, separator_id),
+    evaluate.Evaluator(count, dataset, mesh, eval_step, are_bytes),
     dataset,
   )
 
@@ -85,7 +85,7 @@ def test_processes_with_the_same_rows_count_their_bytes_once(monkeypatch):
 
 
 def test_bits_per_byte_only_of_bytes():
-  evaluator, _ = _evaluator(_batches(1), separator_id=None)
+  evaluator, _ = _evaluator(_batches(1), are_bytes=False)
   assert "bits_per_byte" not in evaluator(jnp.float32(1.0))
 
 
@@ -125,9 +125,7 @@ def test_a_split_has_one_loss_in_batches_of_any_size(tmp_path):
       nats = examples.targets.astype(np.float32) * examples.weights * model
       return dict(loss_sum=jnp.sum(nats), tokens=jnp.sum(examples.weights))
 
-    evaluator = evaluate.Evaluator(
-      10**6, _Dataset(batches), mesh, step, SEPARATOR
-    )
+    evaluator = evaluate.Evaluator(10**6, _Dataset(batches), mesh, step, True)
     result = evaluator(jnp.float32(0.5))
     # All of the text, and where it ends.
     assert result["tokens"] == dataset.num_tokens

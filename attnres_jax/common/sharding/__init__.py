@@ -31,7 +31,6 @@ from attnres_jax.common.sharding.mesh import FIRST_AXIS as FIRST_AXIS
 from attnres_jax.common.sharding.mesh import FSDP as FSDP
 from attnres_jax.common.sharding.mesh import HEAD_WEIGHTS as HEAD_WEIGHTS
 from attnres_jax.common.sharding.mesh import HEADS as HEADS
-from attnres_jax.common.sharding.mesh import PER_DEVICE as PER_DEVICE
 from attnres_jax.common.sharding.mesh import QUERIED_TOKENS as QUERIED_TOKENS
 from attnres_jax.common.sharding.mesh import ROWS as ROWS
 from attnres_jax.common.sharding.mesh import ROWS_AND_HEADS as ROWS_AND_HEADS
@@ -48,8 +47,6 @@ from attnres_jax.common.sharding.mesh import num_row_shards as num_row_shards
 from attnres_jax.common.sharding.mesh import replicated as replicated
 from attnres_jax.common.sharding.mesh import shard_batch as shard_batch
 from attnres_jax.common.sharding.mesh import share_of_rows as share_of_rows
-from attnres_jax.common.sharding.parameters import CUTS as CUTS
-from attnres_jax.common.sharding.parameters import STACK_CUTS as STACK_CUTS
 from attnres_jax.common.sharding.parameters import Parameter as Parameter
 from attnres_jax.common.sharding.parameters import at_rest as at_rest
 from attnres_jax.common.sharding.parameters import axes_at_rest as axes_at_rest

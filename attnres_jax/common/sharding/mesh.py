@@ -36,7 +36,6 @@ HEAD_WEIGHTS = PartitionSpec(None, TENSOR)
 FIRST_AXIS = PartitionSpec(TENSOR)
 SEQUENCES = PartitionSpec(ROWS)
 WHOLE = PartitionSpec()
-PER_DEVICE = PartitionSpec((*ROWS, TENSOR))
 
 
 def make_mesh(

@@ -14,7 +14,6 @@ from attnres_jax.common.sharding import mesh as mesh_lib
 _BY_ROW = {
   mesh_lib.TOKENS: mesh_lib.SEQUENCES,
   mesh_lib.QUERIED_TOKENS: PartitionSpec(None, mesh_lib.ROWS),
-  mesh_lib.PER_DEVICE: mesh_lib.SEQUENCES,
 }
 
 

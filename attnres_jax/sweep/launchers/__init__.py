@@ -37,10 +37,15 @@ from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep.launchers import settings as settings_lib
+from attnres_jax.train import claims
 
 # In every script that a launcher writes: the worker that it starts.
 MARKS = ("attnres_jax.sweep.worker",)
 LAUNCHERS = sweep.LAUNCHERS
+INTERRUPTED = 130  # The exit status.
+# After a restart, the lease of the previous worker may still be valid.
+PATIENCE_SECONDS = 2 * claims.LEASE_SECONDS
+PATIENCE = f"--patience_seconds={PATIENCE_SECONDS:.0f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +94,9 @@ def launch(
   """
   module = load(name, options)
   settings = read(module, options)
-  if hasattr(module, "READERS"):
-    check_bucket(folder, module.READERS)
+  if hasattr(module, "READERS") and not files.is_remote(folder):
+    accepted = f"a bucket such as gs://BUCKET/NAME, which {module.READERS} can"
+    config_lib.fail_argument("--workdir", str(folder), f"{accepted} reach")
   # Workers may have a different working directory.
   folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
   if hasattr(module, "start") and not options.dry_run:
@@ -146,24 +152,6 @@ def load(name: str, options: Options) -> Any:
   if hasattr(module, "require") and not options.dry_run:
     module.require()
   return module
-
-
-def check_bucket(folder: epath.PathLike, readers: str) -> None:
-  """Refuses a folder that machines elsewhere cannot reach.
-
-  Args:
-    folder: of the sweep.
-    readers: these machines, for the error.
-
-  Raises:
-    ConfigError: the folder is on a disk.
-  """
-  if not files.is_remote(folder):
-    config_lib.fail_argument(
-      "--workdir",
-      str(folder),
-      f"a bucket such as gs://BUCKET/NAME, which {readers} can reach",
-    )
 
 
 def todo(

@@ -36,7 +36,6 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
-from attnres_jax.train import claims
 
 Setting = settings_lib.Setting
 SETTINGS = {
@@ -139,9 +138,7 @@ def job_set(
 ) -> Manifest:
   """The JobSet of one run, by its name."""
   several = settings.hosts * settings.slices > 1
-  # After a restart, the lease of the previous worker may still be valid.
-  patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
-  flags = ["--distributed"] * several + [patience]
+  flags = ["--distributed"] * several + [launchers.PATIENCE]
   spot = {"key": _SPOT, "operator": "Equal", "value": "true"}
   (manifest,) = _filled(
     "JobSet",

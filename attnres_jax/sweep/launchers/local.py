@@ -26,6 +26,7 @@ from typing import Any
 
 from etils import epath
 
+from attnres_jax.common import environment
 from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.scaling import grid
@@ -44,7 +45,6 @@ SETTINGS: Mapping[str, settings_lib.Setting] = {
   ),
 }  # fmt: skip
 
-INTERRUPTED = 130
 # Polling intervals: of the processes, and of runs that others hold, on a disk
 # and in a bucket.
 _TICK_SECONDS = 0.1
@@ -108,7 +108,7 @@ class _Queue:
       raise
     if self.signals:
       print("stopped; rerun the same command to resume", file=sys.stderr)
-      return INTERRUPTED
+      return launchers.INTERRUPTED
     return 1 if self._failed else 0
 
   def stop(self) -> None:
@@ -234,9 +234,7 @@ def _command(folder: epath.PathLike, run: grid.Run) -> list[str]:
 
 def _cores(slot: int, slots: int) -> list[int] | None:
   """The cores of one slot; None for all, if there are too few to divide."""
-  if not hasattr(os, "sched_getaffinity"):
-    return None  # Not Linux.
-  cores = sorted(os.sched_getaffinity(0))
-  if slots == 1 or slots > len(cores):
+  cores = environment.cores()
+  if slots == 1 or slots > len(cores) or not hasattr(os, "sched_setaffinity"):
     return None
   return cores[slot::slots]

@@ -34,7 +34,6 @@ from attnres_jax.sweep import work
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
-from attnres_jax.train import claims
 
 Setting = settings_lib.Setting
 SETTINGS = {
@@ -152,10 +151,9 @@ def _train(name: str, folder: str, settings: types.SimpleNamespace) -> None:
 
 def _work(config: Mapping[str, str]) -> int:
   """The work of each worker of a gang, which Ray has connected."""
-  # After a restart, the lease of the previous worker may still be valid.
-  patience = 2 * claims.LEASE_SECONDS
+  place = config["folder"], config["name"]
   try:
-    result = work.run(config["folder"], config["name"], patience)
+    result = work.run(*place, launchers.PATIENCE_SECONDS)
   except config_lib.ConfigError as error:
     print(f"error: {error}")
     return exits.Exit.NEVER

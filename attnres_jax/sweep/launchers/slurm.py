@@ -25,7 +25,6 @@ from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
-from attnres_jax.train import claims
 
 Setting = settings_lib.Setting
 SETTINGS = {
@@ -81,8 +80,8 @@ def plan(
   lines += [f"runs=({shlex.join(names)})"]
   if given.setup:
     lines.append(given.setup)
-  patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
-  command = worker.command(folder, "RUN", "--distributed", patience)
+  flags = "--distributed", launchers.PATIENCE
+  command = worker.command(folder, "RUN", *flags)
   words = [shlex.quote(word) for word in command]
   words[command.index("--run=RUN")] = '--run="${runs[$SLURM_ARRAY_TASK_ID]}"'
   lines += [

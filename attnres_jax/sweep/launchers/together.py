@@ -13,7 +13,6 @@ On Ctrl-C, SIGTERM or a closed terminal, all groups save and stop.
 from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
-import os
 import threading
 import time
 import traceback
@@ -22,6 +21,7 @@ import types
 from etils import epath
 import numpy as np
 
+from attnres_jax.common import environment
 from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.config import errors
@@ -43,7 +43,6 @@ SETTINGS: Mapping[str, settings_lib.Setting] = {
     0, int,
   ),
 }  # fmt: skip
-INTERRUPTED = 130
 BASELINE = "prenorm"
 # Overrides that tell arms and seeds of a setting apart.
 _WITHIN_SETTING = ("variant", *grid.WITHIN_SETTING)
@@ -69,7 +68,7 @@ def start(
 ) -> int:
   """Trains all runs; returns what the package says, or 130 if stopped."""
   runs = launchers.todo(runs, folder, settings.options)
-  threads = settings.threads or _cores()
+  threads = settings.threads or len(environment.cores())
   with contextlib.ExitStack() as stack:
     queue = _Queue(runs, epath.Path(folder), stack)
     stop = stack.enter_context(signals.StopSignal())
@@ -155,7 +154,7 @@ class _Queue:
         for attempt in arm.attempts:
           attempt.end(state_lib.STOPPED)
     print("stopped; rerun the same command to resume", flush=True)
-    return INTERRUPTED
+    return launchers.INTERRUPTED
 
   def _work(self) -> None:
     """Takes one task after another, until none is left."""
@@ -263,7 +262,8 @@ class _Queue:
     total = sum(
       (arm.group.steps - arm.group.step) * arm.per_step for arm in open_
     )
-    return total / min(len(open_), _cores()) if open_ else None
+    at_once = min(len(open_), len(environment.cores()))
+    return total / at_once if open_ else None
 
   def _say(self, text: str) -> None:
     seconds = time.monotonic() - self._start
@@ -338,9 +338,3 @@ def _setting(run: grid.Run) -> dict[str, object]:
     for name, value in run.overrides.items()
     if name not in _WITHIN_SETTING
   }
-
-
-def _cores() -> int:
-  if hasattr(os, "sched_getaffinity"):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1

@@ -23,7 +23,6 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
-from attnres_jax.train import claims
 
 Setting = settings_lib.Setting
 SETTINGS: Mapping[str, Setting] = {
@@ -114,8 +113,7 @@ def script(folder: epath.PathLike, tpu: slices.Slice, only: str) -> str:
 def worker_on(folder: epath.PathLike, hosts: int, only: str) -> str:
   """The command of each host, for all runs of a sweep that match `only`."""
   flags = ["--distributed"] if hosts > 1 else []
-  flags.append(f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}")
-  flags += [f"--only={only}"] if only else []
+  flags += [launchers.PATIENCE] + ([f"--only={only}"] if only else [])
   return shlex.join(worker.command(folder, "", *flags, python=PYTHON))
 
 

@@ -171,7 +171,7 @@ def test_a_signal_lets_workers_save_and_starts_no_other(sweep, capfd, number):
   thread = threading.Thread(target=interrupt)
   thread.start()
   before = signal.getsignal(number)
-  assert case.launch(max_parallel=2) == local.INTERRUPTED
+  assert case.launch(max_parallel=2) == launchers.INTERRUPTED
   thread.join()
   assert {"seed0 stops", "seed1 stops"} <= set(case.acts)
   assert "seed2 starts" not in case.acts
@@ -205,7 +205,7 @@ def test_a_second_ctrl_c_kills(sweep):
 
   thread = threading.Thread(target=interrupt)
   thread.start()
-  assert case.launch() == local.INTERRUPTED
+  assert case.launch() == launchers.INTERRUPTED
   thread.join()
 
 
