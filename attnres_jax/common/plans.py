@@ -150,15 +150,7 @@ def put(
   facts: Mapping[str, Any],
   path: Path = FILE,
 ) -> None:
-  """Adds the row of a config, in place of an older one.
-
-  Args:
-    config: that was planned.
-    devices: of `topology.devices`.
-    overrides: of the plan.
-    facts: more columns, for readers.
-    path: the file.
-  """
+  """Adds the row of a config, in place of an older one, with further facts."""
   row = {"config": config.name} | _key(config, devices)
   row |= {
     column: overrides[name]

@@ -18,10 +18,6 @@ _WIDTH = 80
 def to_text(part: str = "", config: run.RunConfig = run.RunConfig()) -> str:
   """The fields below `part`, such as "model.residual", or this one field.
 
-  Args:
-    part: of the config; empty for all of it.
-    config: whose values are shown.
-
   Raises:
     ConfigError: the config has no such part.
   """

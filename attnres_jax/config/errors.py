@@ -86,13 +86,9 @@ def check_in(
   names: Iterable[str],
   families: Mapping[str, Iterable[str]] | None = None,
 ) -> None:
-  """Raises unless it is one of the names; suggests the closest one.
+  """Raises unless the value `name` of an argument is one of `names`.
 
-  Args:
-    argument: the name of the argument.
-    name: its value.
-    names: which are accepted.
-    families: the same names by family, to list them as such.
+  Suggests the closest one; `families` list the same names.
   """
   names = list(names)
   if name not in names:

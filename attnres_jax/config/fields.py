@@ -155,13 +155,9 @@ class Checked:
 
   @classmethod
   def of_values(cls, values: Mapping[str, Any], prefix: str = "") -> Self:
-    """An instance from the object of a JSON file, or a part of one.
+    """An instance from an object in JSON; `prefix` precedes keys in errors.
 
     Fields without a default have to be there.
-
-    Args:
-      values: by name of the field.
-      prefix: of names in errors.
     """
     declared = kinds(cls)
     for field in dataclasses.fields(cls):  # pyrefly: ignore[bad-argument-type]
@@ -205,12 +201,9 @@ def conditions(field: dataclasses.Field) -> dict[str, Accepted]:
 
 
 def check_acts(config: Checked, name: str, value: Any) -> None:
-  """Refuses a field that was set, if it cannot act in this config.
+  """Refuses a value of a field that cannot act in this config, or part of one.
 
-  Args:
-    config: a whole one, or the part that `name` begins in.
-    name: of the field, with dots.
-    value: to which it was set.
+  Dots in the field's name lead from there.
   """
   part = config
   for leaf in name.split("."):

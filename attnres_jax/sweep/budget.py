@@ -131,11 +131,7 @@ def check_planned(
 
 
 def place_of(settings: types.SimpleNamespace) -> str | None:
-  """Where a launcher's runs will train, for `check_planned`; None if unknown.
-
-  Args:
-    settings: all of a launcher, read.
-  """
+  """Where a launcher's runs will train, for `check_planned`, if known."""
   given = collections.defaultdict(lambda: None, vars(settings))
   place = given["slice"] or given["accelerator"]
   if given["gpus"] and place in (None, "gpu"):

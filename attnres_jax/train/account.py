@@ -30,11 +30,7 @@ def start_lines(
 ) -> list[str]:
   """Scheme, blocks, parameters, tokens and epochs, warm-up, folder.
 
-  Args:
-    config: with the size of its vocabulary.
-    workdir: of the run.
-    parameters: of the network, embedding included.
-    text_tokens: of each path of the training split.
+  `text_tokens` are of each path of the training split.
   """
   name, optim = config.model.residual.name, config.optim
   label = residuals.RESIDUALS[name].style.label or name

@@ -55,12 +55,7 @@ def report_start(
 ) -> None:
   """Writes the first event of an attempt: the work lost, what runs, and where.
 
-  Args:
-    writer: of the run.
-    program: that runs.
-    step: with which it begins.
-    rows: of earlier attempts.
-    resumes: whether there was a checkpoint.
+  It begins with `step`, and `rows` are those of earlier attempts.
   """
   lost_steps, lost_seconds = goodput.lost(rows, step)
   form = program.abstract_state.model.residual.form

@@ -223,13 +223,7 @@ def _begin(
 ) -> Run:
   """Opens the files of the run and compiles its first program.
 
-  Args:
-    stack: closes what is opened.
-    workdir: of the run.
-    prepared: what runs there.
-    past: of the folder.
-    stop: the signal to stop.
-    start: when the attempt began, by `time.perf_counter`.
+  The stack closes what is opened; `start` is when the attempt began.
   """
   config, mesh, program = prepared.config, prepared.mesh, prepared.program
   datasets, step, restored = prepared.datasets, past.step, past.restored

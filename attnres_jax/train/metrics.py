@@ -100,13 +100,8 @@ def read_rows(
 
   A last line without its end was truncated by a kill and is not a row.
 
-  Args:
-    workdir: of the run.
-    split: whose rows; None takes all.
-    lenient: leave out lines that are damaged.
-
   Raises:
-    MetricsError: a line is damaged.
+    MetricsError: a line is damaged, unless `lenient` leaves it out.
   """
   path = epath.Path(workdir) / FILE
   word = (split or "").encode()

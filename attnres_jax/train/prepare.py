@@ -36,15 +36,10 @@ class Prepared:
   program: train_state.Program
 
 
-def prepare(
-  config: config_lib.RunConfig,
-  plans: epath.PathLike,
-) -> Prepared:
+def prepare(config: config_lib.RunConfig, plans: epath.PathLike) -> Prepared:
   """Builds all parts of a run without arrays; all processes call it.
 
-  Args:
-    config: of the run.
-    plans: the file of plans, for `optim.accumulate_steps=0`.
+  The file of plans is for `optim.accumulate_steps=0`.
 
   Raises:
     ConfigError: the first part that cannot be built.

@@ -82,12 +82,8 @@ class Text(records.Record):
 def refuse_foreign(name: str, workdir: epath.Path) -> None:
   """Refuses a folder whose files of our names belong to another program.
 
-  Args:
-    name: of the argument that names the folder, for the error.
-    workdir: of a run.
-
   Raises:
-    ConfigError: names the file.
+    ConfigError: names the argument `name` and the file.
   """
   # A checkpoint of ours says so too.
   is_known = lambda: "config" in (checkpoint.newest_info(workdir) or {})
@@ -225,13 +221,7 @@ def write_network(
   config: config_lib.RunConfig,
   model: models.Transformer,
 ) -> None:
-  """Writes a network as a finished run of no steps, of which others begin.
-
-  Args:
-    folder: new, or without files of a run.
-    config: of the network and its data.
-    model: the network.
-  """
+  """Writes a network as a finished run of no steps, of which others begin."""
   folder = epath.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   info = {"config": config_lib.to_dict(config), WEIGHTS_ONLY: True}

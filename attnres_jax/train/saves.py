@@ -72,12 +72,8 @@ class Saver:
     """Starts a save, after the previous one; nothing if it was of this step.
 
     Arrays are copied before this returns, so the state may be donated. If a
-    save fails in the background, the next call (or `wait`) raises.
-
-    Args:
-      step: steps completed.
-      state: a tree of jax arrays.
-      info: a JSON object.
+    save fails in the background, the next call (or `wait`) raises. `info` is a
+    JSON object.
 
     Raises:
       DiskFullError: there is less room than the last save took.

@@ -57,13 +57,8 @@ class StepLog:
   ):
     """Starts to measure the first step.
 
-    Args:
-      config: of the run.
-      writer: of its rows.
-      mesh: of its devices.
-      start: of this attempt, by the clock; None for now.
-      fetch: copies metrics to the host.
-      clock: in seconds.
+    The attempt began at `start` by the clock, now by default. `fetch` copies
+    metrics to the host.
     """
     self._config = config
     self._writer = writer
