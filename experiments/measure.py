@@ -5,7 +5,7 @@ Other load on the machine then affects all programs equally, so that ratios
 within a round are meaningful even on a shared or throttled machine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import statistics
 import time
 from typing import Any, NamedTuple, TypeVar
@@ -51,22 +51,34 @@ def timed(call: Callable[[], Any]) -> Seconds:
   return Seconds(time.perf_counter() - start[0], time.process_time() - start[1])
 
 
-def ratios(
-  arm: Sequence[Seconds], base: Sequence[Seconds], digits: int = 4
-) -> dict[str, float]:
-  """Columns of a row: time over that of a baseline in the same round.
+def is_baseline(arm: str) -> bool:
+  """Whether other arms are compared with this one."""
+  return arm.partition(" ")[0] == "prenorm"
 
-  `ratio` is the median over rounds, with its range, and `cpu_ratio` that of
-  processor time; `seconds` and `cpu_seconds` are medians of the program itself.
+
+def ratios(
+  times: Mapping[tuple[str, str], Sequence[Seconds]],
+) -> Iterator[dict[str, Any]]:
+  """Rows of times by program and arm, over the fastest baseline.
+
+  `ratio` is the median over rounds of the ratio within a round, with its range,
+  and `cpu_ratio` that of processor time; `seconds` and `cpu_seconds` are
+  medians of the program itself.
   """
-  wall = [a.wall / b.wall for a, b in zip(arm, base, strict=True)]
-  cpu = [a.cpu / b.cpu for a, b in zip(arm, base, strict=True)]
-  columns = {
-    "ratio": statistics.median(wall),
-    "ratio_min": min(wall),
-    "ratio_max": max(wall),
-    "cpu_ratio": statistics.median(cpu),
-    "seconds": statistics.median(x.wall for x in arm),
-    "cpu_seconds": statistics.median(x.cpu for x in arm),
-  }
-  return {name: round(value, digits) for name, value in columns.items()}
+  median = statistics.median
+  for (program, arm), seconds in times.items():
+    bases = [b for p, b in times if p == program and is_baseline(b)]
+    base = min(bases, key=lambda b: median(x.wall for x in times[program, b]))
+    rounds = list(zip(seconds, times[program, base], strict=True))
+    wall = [a.wall / b.wall for a, b in rounds]
+    columns = {
+      "ratio": median(wall),
+      "ratio_min": min(wall),
+      "ratio_max": max(wall),
+      "cpu_ratio": median(a.cpu / b.cpu for a, b in rounds),
+      "seconds": median(x.wall for x in seconds),
+      "cpu_seconds": median(x.cpu for x in seconds),
+    }
+    yield {"program": program, "arm": arm, "baseline": base} | {
+      name: round(value, 6) for name, value in columns.items()
+    }

@@ -22,9 +22,8 @@ writes the rows elsewhere and leaves the documents alone.
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import itertools
-import statistics
 import sys
 import time
 from typing import Any
@@ -43,7 +42,6 @@ from experiments.cost import report
 
 Row = dict[str, Any]
 
-_FORMS = ("", " scan_layers=False")
 _ATTNRES = ("block_attnres", "full_attnres")
 _SERVED = ("prenorm", *_ATTNRES)
 _LARGE = ("d1024", "d2048")
@@ -53,23 +51,17 @@ _OWN = ((0, 0),)
 HERE = {
   "step": (
     (
-      *(f"{name}{form}" for name in ("prenorm", "rescaled") for form in _FORMS),
-      *_ATTNRES,
+      "prenorm", "prenorm scan_layers=False",
+      "rescaled", "rescaled scan_layers=False", *_ATTNRES,
       *(f"{name} form=one_softmax" for name in _ATTNRES),
     ),
-    ("demo", "large"),
-    _OWN,
+    ("demo", "large"), _OWN,
   ),
   "decode": (
     tuple(f"{n}{form}" for n in _SERVED for form in ("", " layers=separate")),
-    ("served_here",),
-    ((1, 128), (1, 2048), (8, 512), (64, 512)),
+    ("served_here",), ((1, 128), (1, 2048), (8, 512), (64, 512)),
   ),
-  "prefill": (
-    _SERVED,
-    ("served_here",),
-    ((1, 2048),),
-  ),
+  "prefill": (_SERVED, ("served_here",), ((1, 2048),)),
   "experts": (("prenorm",), ("experts_here",), _OWN),
 }  # fmt: skip
 # The same, compiled for chips.
@@ -77,13 +69,12 @@ COMPILED = {
   "step": (("prenorm", "block_attnres"), _LARGE, _OWN),
   "identity": (
     ("prenorm", "block_attnres plain", "block_attnres"),
-    ("stack16", "stack32"),
-    _OWN,
+    ("stack16", "stack32"), _OWN,
   ),
   "decode": (_SERVED, ("served",), ((1, 1024), (8, 1024))),
   "prefill": (_SERVED, ("served",), ((1, 4096),)),
   "experts": (("block_attnres",), ("194m", "436m"), _OWN),
-}
+}  # fmt: skip
 # Sublayers and those of a block (or of a segment of Full) in Table 1's sense.
 DEPTHS = {
   "Table 1": (128, 16), "Table 2, 436M": (32, 4), "48B": (54, 6),
@@ -150,15 +141,12 @@ def _measured(options: argparse.Namespace) -> Iterator[Row]:
   if options.networks:
     names = options.networks.split(";" if ".py" in options.networks else ",")
   if options.batch or options.tokens:
+    batches, tokens = map(dict.fromkeys, zip(*sizes))
     sizes = itertools.product(
-      *(
-        _numbers(f"--{name}", text) or dict.fromkeys(numbers)
-        for name, text, numbers in zip(
-          ("batch", "tokens"), (options.batch, options.tokens), zip(*sizes)
-        )
-      )
+      _numbers("--batch", options.batch) or batches,
+      _numbers("--tokens", options.tokens) or tokens,
     )
-  if not (options.chips or any(map(is_baseline, arms))):
+  if not (options.chips or any(map(measure_lib.is_baseline, arms))):
     config_lib.fail_argument("--arms", options.arms, "prenorm among them")
   for name, (batch, tokens) in itertools.product(names, sizes):
     network = networks.load(name)
@@ -189,27 +177,7 @@ def timed(
       else:
         calls[program, arm] = call
   times |= measure_lib.in_turn(calls, rounds)
-  yield from ratios(times)
-
-
-def ratios(
-  times: Mapping[tuple[str, str], Sequence[measure_lib.Seconds]],
-) -> Iterator[Row]:
-  """Rows of times by program and arm, over the fastest baseline."""
-  for program, arm in times:
-    base = min(
-      (other for p, other in times if p == program and is_baseline(other)),
-      key=lambda other: statistics.median(
-        x.wall for x in times[program, other]
-      ),
-    )
-    columns = measure_lib.ratios(times[program, arm], times[program, base], 6)
-    yield {"program": program, "arm": arm, "baseline": base} | columns
-
-
-def is_baseline(arm: str) -> bool:
-  """Whether other arms are compared with this one."""
-  return arm.partition(" ")[0] == "prenorm"
+  yield from measure_lib.ratios(times)
 
 
 def compiled(

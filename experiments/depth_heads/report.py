@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several softmaxes per read against one, by the start of queries."""
 
-from collections.abc import Mapping, Sequence
-import statistics
+from collections.abc import Iterable, Mapping, Sequence
+import functools
 from typing import Any
+
+import pandas as pd
 
 from attnres_jax.scaling import pairs
 from attnres_jax.sweep.pages import page
@@ -15,37 +17,35 @@ from experiments.pages import variants
 def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
   """Variants against each other instead of PreNorm, pair by pair."""
   compared = variants.compare(config.STUDY, rows)
-  arms, spread = compared.losses, compared.spread
   losses = {
-    key: arms[name] for key, name in config.NAMES.items() if name in arms
+    key: compared.losses.get(name, {}) for key, name in config.NAMES.items()
   }
-  contrasted = {
-    f"H = {heads} against 1": ((0, heads), (0, 1)) for heads in config.HEADS[1:]
-  }
+  difference = functools.partial(_difference, spread=compared.spread)
+  # (series of a start of queries, heads) of two arms; series 1 is one head at
+  # the temperature of so many.
+  arms = {f"H = {heads} against 1": ((0, heads), (0, 1))
+          for heads in config.HEADS[1:]}  # fmt: skip
   for heads in config.COOL_HEADS:
     cool = f"one head at the temperature of {heads}"
-    contrasted[f"{cool} against 1"] = (1, heads), (0, 1)
-    contrasted[f"H = {heads} against {cool}"] = (0, heads), (1, heads)
-  # Of each start of queries: H heads, and one at the temperature of H.
+    arms[f"{cool} against 1"] = (1, heads), (0, 1)
+    arms[f"H = {heads} against {cool}"] = (0, heads), (1, heads)
   starts = (config.ZERO, config.COOL), (config.RANDOM, config.COOL_RANDOM)
   by_start = [
     [
       label,
       *(
-        _difference(
-          losses.get((series[i], ours)), losses.get((series[j], other)), spread
-        )
+        difference(losses[series[i], ours], losses[series[j], other])
         for series in starts
       ),
     ]
-    for label, ((i, ours), (j, other)) in contrasted.items()
+    for label, ((i, ours), (j, other)) in arms.items()
   ]
   random, zero = (
-    {heads: losses.get((series, heads), {}) for heads in config.HEADS}
+    {heads: losses[series, heads] for heads in config.HEADS}
     for series in (config.RANDOM, config.ZERO)
   )
   by_heads = [
-    [f"H = {heads}", _difference(random[heads], zero[heads], spread)]
+    [f"H = {heads}", difference(random[heads], zero[heads])]
     for heads in config.HEADS
   ]
   # Means over networks scatter less than single pairs, so by their own spread.
@@ -59,22 +59,16 @@ def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _difference(
-  arm: Mapping[int, float] | None,
-  other: Mapping[int, float] | None,
-  spread: pairs.Spread | None,
+  arm: Mapping[int, float], other: Mapping[int, float], spread: Any
 ) -> str:
   """`arm` minus `other`; empty without pairs."""
-  apart = pairs.difference(arm or {}, other or {}, spread)
+  apart = pairs.difference(arm, other, spread)
   return page.difference(apart) if apart.by_seed else ""
 
 
-def _mean(losses: Any) -> dict[int, float]:
+def _mean(losses: Iterable[Mapping[int, float]]) -> dict[int, float]:
   """Over networks, for each seed that all of them have."""
-  several = list(losses)
-  seeds = sorted(set.intersection(*map(set, several)))
-  return {
-    seed: statistics.fmean(arm[seed] for arm in several) for seed in seeds
-  }
+  return pd.DataFrame(list(losses)).mean(skipna=False).dropna().to_dict()
 
 
 PUBLISHED = variants.published(

@@ -33,7 +33,6 @@ from experiments import measure as measure_lib
 from experiments.cost import compiled as compiled_lib
 from experiments.cost import networks
 from experiments.cost import report as cost_report
-from experiments.cost import run as cost
 from experiments.first_hour import peers
 from experiments.first_hour import timing
 
@@ -292,14 +291,14 @@ def steps(name: str, rounds: int) -> Iterator[Row]:
   with futures.ThreadPoolExecutor(len(_ARMS)) as pool:
     calls = {("step", a): c for a, c in zip(_ARMS, pool.map(compiled, _ARMS))}
   times = measure_lib.in_turn(calls, rounds)
-  for ratio in cost.ratios(times):
+  for ratio in measure_lib.ratios(times):
     arm = ratio["arm"]
     walls = [x.wall * 1e3 for x in times["step", arm]]
     case = functools.partial(row, case=size, arm=f"{arm}, kernels")
     spread = min(walls), max(walls)
     yield case("step", measured=statistics.median(walls), unit="ms",
                spread=spread)  # fmt: skip
-    if not cost.is_baseline(arm):
+    if not measure_lib.is_baseline(arm):
       yield case(
         "step over PreNorm", measured=ratio["ratio"],
         spread=(ratio["ratio_min"], ratio["ratio_max"]),

@@ -42,16 +42,16 @@ def contrasts(
     column: with the losses.
   """
   losses = pairs.losses(rows, "arm", column)
-  apart = {}
-  for arm, other in config.CONTRASTS:
-    arms = losses.get(arm, {}), losses.get(other, {})
-    difference = pairs.difference(*arms, level=1 - ERROR)
-    if len(difference.by_seed) > 1:
-      apart[arm, other] = difference
-  tests = [
-    stats.ttest_1samp([*x.by_seed.values()], 0.0) for x in apart.values()
-  ]
-  adjusted = holm([test.pvalue for test in tests])
+  level = 1 - ERROR
+  apart = {
+    (arm, other): pairs.difference(
+      losses.get(arm, {}), losses.get(other, {}), level=level
+    )
+    for arm, other in config.CONTRASTS
+  }
+  apart = {names: x for names, x in apart.items() if len(x.by_seed) > 1}
+  seeds = [list(x.by_seed.values()) for x in apart.values()]
+  adjusted = holm([stats.ttest_1samp(x, 0.0).pvalue for x in seeds])
   return dict(zip(apart, map(Contrast, apart.values(), adjusted)))
 
 

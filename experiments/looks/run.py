@@ -38,13 +38,7 @@ NUM_ROWS, _BATCH = 64, 16
 _SEEDS = {"variant", "seed", "data.seed"}
 # Relative singular values below this do not count.
 _TOLERANCE = 1e-3
-_WEIGHTS = (
-  "attention", "mlp", "output", "attention_entropy", "mlp_entropy",
-  "output_entropy",
-)  # fmt: skip
 _KEY = "variant", "seed", "series"
-
-Series = dict[str, Any]
 
 
 class Network(NamedTuple):
@@ -97,54 +91,32 @@ def load(variant: str, seed: int, folder: epath.PathLike) -> Network:
   return Network(variant, seed, model, tokens_BT)
 
 
-def measure(network: Network) -> Series:
+def measure(network: Network) -> dict[str, Any]:
   """All series of a network."""
-  series = matrices(network)
+  model, tokens_BT = network.model, network.tokens_BT
+  inputs_BT = tokens_BT[:, :-1]
+  # The matrix is an average over tokens, and the rank is of one token's.
+  of_token = analysis.mixing_matrix(model, inputs_BT[:1, :1], channel=0)
+  series = {
+    "rank": analysis.semiseparable_rank(of_token, _TOLERANCE),
+    "matrix": _digits(analysis.mixing_matrix(model, inputs_BT), 4),
+  }
   if network.variant in report.SIZES:
-    series |= dynamics(network)
+    batches = np.array_split(tokens_BT, max(1, len(tokens_BT) // _BATCH))
+    measured = [analysis.magnitudes(model, batch) for batch in batches]
+    for name in report.MAGNITUDES:
+      means = np.mean([getattr(m, name) for m in measured], axis=0)
+      series[name] = [float(f"{x:.4g}") for x in means]
   if network.variant in report.READERS:
-    series |= patterns(network)
+    weights = analysis.depth_weights(model, inputs_BT)
+    for field in dataclasses.fields(weights):
+      value = getattr(weights, field.name)
+      is_text = "columns" in field.name
+      series[field.name] = value if is_text else _digits(value, 5)
+    removal = analysis.source_removal(model, tokens_BT)
+    series["importance"] = _digits(removal.importance, 6)
+    series["read_weights"] = _digits(removal.weights, 6)
   return series
-
-
-def matrices(network: Network) -> Series:
-  """The matrix, averaged over tokens, and the rank of one token's."""
-  inputs_BT = network.tokens_BT[:, :-1]
-  matrix = analysis.mixing_matrix(network.model, inputs_BT[:1, :1], channel=0)
-  return {
-    "rank": analysis.semiseparable_rank(matrix, _TOLERANCE),
-    "matrix": _digits(analysis.mixing_matrix(network.model, inputs_BT), 4),
-  }
-
-
-def dynamics(network: Network) -> Series:
-  """Magnitudes along depth."""
-  measured = [
-    dataclasses.asdict(analysis.magnitudes(network.model, batch))
-    for batch in np.array_split(
-      network.tokens_BT, max(1, len(network.tokens_BT) // _BATCH)
-    )
-  ]
-  means = {
-    name: np.mean(np.asarray([m[name] for m in measured]), axis=0)
-    for name in report.MAGNITUDES
-  }
-  return {
-    name: [float(f"{x:.4g}") for x in values] for name, values in means.items()
-  }
-
-
-def patterns(network: Network) -> Series:
-  """Weights of depth attention, and what removing sources costs."""
-  weights = analysis.depth_weights(network.model, network.tokens_BT[:, :-1])
-  removal = analysis.source_removal(network.model, network.tokens_BT)
-  return {
-    **{name: _digits(getattr(weights, name), 5) for name in _WEIGHTS},
-    "columns": weights.columns,
-    "output_columns": weights.output_columns,
-    "importance": _digits(removal.importance, 6),
-    "read_weights": _digits(removal.weights, 6),
-  }
 
 
 def _digits(values: Any, digits: int) -> Any:

@@ -38,13 +38,13 @@ def best(rows: Sequence[Row]) -> dict[Key, tuple[float, dict[int, float]]]:
 def results(rows: Sequence[Row]) -> str:
   """A table per readout: every student at its best rate, and differences."""
   chosen = best(rows)
-  readouts, students, temperatures = (
-    list(dict.fromkeys(axis)) for axis in zip(*chosen)
-  )
+  students = list(dict.fromkeys(student for _, student, _ in chosen))
   parts = []
-  for readout in readouts:
+  for readout in dict.fromkeys(readout for readout, _, _ in chosen):
     lines = []
-    for temperature in temperatures:
+    for temperature in dict.fromkeys(
+      temperature for _, _, temperature in chosen
+    ):
       arms = {name: chosen[readout, name, temperature] for name in students}
       cells = [
         page.interval(

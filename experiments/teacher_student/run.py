@@ -69,7 +69,9 @@ def _main(options: argparse.Namespace) -> None:
     for student in toy.STUDENTS
   ]
   missing = report.PUBLISHED.missing(groups, _KEY[:3], options.out)
-  made = (rows(*group, SIZES) for group in tqdm.tqdm(missing, unit="group"))
+  made = (
+    rows(*group, sizes=SIZES) for group in tqdm.tqdm(missing, unit="group")
+  )
   report.PUBLISHED.measure(
     itertools.chain.from_iterable(made), _KEY, options.out
   )

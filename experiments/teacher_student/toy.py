@@ -62,11 +62,11 @@ def rms_norm(x: jax.Array) -> jax.Array:
 def functions(key: jax.Array, sizes: Sizes) -> Parameters:
   """W1 [L, D, F] and W2 [L, F, D], of variance 1 / fan-in."""
   up, down = jax.random.split(key)
-  shape = sizes.layers, sizes.width, sizes.hidden
+  layers, width, hidden = sizes.layers, sizes.width, sizes.hidden
+  draw = jax.random.normal
   return {
-    "up_LDF": jax.random.normal(up, shape) * sizes.width**-0.5,
-    "down_LFD": jax.random.normal(down, (shape[0], *shape[:0:-1]))
-    * sizes.hidden**-0.5,
+    "up_LDF": draw(up, (layers, width, hidden)) * width**-0.5,
+    "down_LFD": draw(down, (layers, hidden, width)) * hidden**-0.5,
   }
 
 
@@ -172,22 +172,10 @@ def loss(
 
 @functools.partial(jax.jit, static_argnames=("name", "readout", "sizes"))
 def train(
-  name: str,
-  readout: str,
-  temperature_E: jax.Array,
-  rate_E: jax.Array,
-  seed_E: jax.Array,
-  sizes: Sizes,
-) -> dict[str, jax.Array]:
-  """Trains E students at once.
-
-  Args:
-    name: of the student.
-    readout: of teacher and student.
-    temperature_E: of the teachers.
-    rate_E: of Adam.
-    seed_E: of teacher, data and student.
-    sizes: of everything.
+  name: str, readout: str, temperature_E: jax.Array, rate_E: jax.Array,
+  seed_E: jax.Array, sizes: Sizes,
+) -> dict[str, jax.Array]:  # fmt: skip
+  """Trains E students of one name at once.
 
   Returns:
     Losses on the test rows, [E]: `first_loss` and `test_loss`; not finite for a
@@ -196,7 +184,7 @@ def train(
 
   def train_one(temperature, rate, seed):
     data = task(name, readout, temperature, seed, sizes)
-    parts = jnp.arange(sizes.train_rows, len(data.x_BD))
+    test_rows = jnp.arange(sizes.train_rows, len(data.x_BD))
 
     def loss_of(parameters, rows):
       x_BD, y_BD = data.x_BD[rows], data.y_BD[rows]
@@ -216,9 +204,7 @@ def train(
 
     start = data.first, adam.init(data.first)
     (last, _), _ = jax.lax.scan(step, start, jnp.arange(sizes.steps))
-    return {
-      "first_loss": loss_of(data.first, parts),
-      "test_loss": loss_of(last, parts),
-    }
+    losses = [loss_of(p, test_rows) for p in (data.first, last)]
+    return dict(zip(("first_loss", "test_loss"), losses))
 
   return jax.vmap(train_one)(temperature_E, rate_E, seed_E)

@@ -24,20 +24,19 @@ def results(rows: Sequence[Row]) -> str:
   losses = pairs.losses(rows, "arm")
   apart = pairs.differences(losses, BASELINE)
   starts = {int(row["seed"]): float(row["source_loss"]) for row in rows}
-  of_arm = {"PreNorm, as it was": (starts, "")}
-  for arm, label in LABELS.items():
-    text = page.difference(apart[arm]) if arm in apart else ""
-    of_arm[label] = losses.get(arm, {}), text
-  lines = [
-    [label, str(len(seeds)), f"{statistics.fmean(seeds.values()):.4f}", text]
-    for label, (seeds, text) in of_arm.items()
-    if seeds
-  ]
-  header = "network", "pairs", "loss", "minus PreNorm, trained on"
+  arms = {"PreNorm, as it was": starts}
+  arms |= {LABELS[arm]: losses[arm] for arm in LABELS if arm in losses}
+  gaps = {LABELS[arm]: page.difference(gap) for arm, gap in apart.items()}
+  columns = {
+    "network": lambda label: label,
+    "pairs": lambda label: len(arms[label]),
+    "loss": lambda label: f"{statistics.fmean(arms[label].values()):.4f}",
+    "minus PreNorm, trained on": lambda label: gaps.get(label, ""),
+  }
   minutes = statistics.fmean(float(row["seconds"]) for row in rows) / 60
   first = rows[0]
   return readme.text(
-    page.Table(header, lines),
+    page.Table.of(arms, columns),
     f"{first['source_steps']} steps, then {first['steps']} more"
     f" ({minutes:.1f} minutes each). \N{PLUS-MINUS SIGN} is a"
     f" {pairs.LEVEL:.0%} t interval. {readme.origin(rows)}",

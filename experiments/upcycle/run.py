@@ -74,7 +74,7 @@ def _main(options: argparse.Namespace) -> None:
   # Seed by seed, so that a part of them is already a comparison.
   runs = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
   missing = report.PUBLISHED.missing(runs, _KEY, options.out)
-  rows = (_row(*run, workdir) for run in tqdm.tqdm(missing, unit="run"))
+  rows = (_row(*run, workdir=workdir) for run in tqdm.tqdm(missing, unit="run"))
   report.PUBLISHED.measure(rows, _KEY, options.out)
 
 

@@ -41,7 +41,7 @@ def _times(scanned, unrolled, block):
   ],
 )
 def test_baseline_is_the_faster_form(scanned, unrolled, baseline, ratio):
-  rows = list(run.ratios(_times(scanned, unrolled, [6.0, 4.0, 12.0])))
+  rows = list(measure.ratios(_times(scanned, unrolled, [6.0, 4.0, 12.0])))
   assert {row["baseline"] for row in rows} == {baseline}
   for row in (row for row in rows if row["arm"] == "block_attnres"):
     assert row["ratio"] == row["cpu_ratio"] == ratio and row["seconds"] == 6.0

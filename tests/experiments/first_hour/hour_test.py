@@ -13,9 +13,9 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
 from attnres_kernels import problems
+from experiments.first_hour import __main__ as command
 from experiments.first_hour import measure
 from experiments.first_hour import peers
-from experiments.first_hour import run
 from experiments.first_hour import timing
 
 
@@ -138,7 +138,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
   monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}kernels")
   monkeypatch.chdir(pathlib.Path(__file__).parents[3])
   flags = ["--platform=cpu", f"--out={tmp_path}", "--minutes=5"]
-  assert run.main([*flags, "--parts=rates"]) == 0
+  assert command.main([*flags, "--parts=rates"]) == 0
   out = capsys.readouterr().out
   assert "2 rows, 0 failed" in out
   text = (tmp_path / "rows.csv").read_text()
@@ -149,7 +149,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 def test_the_whole_short_form(tmp_path, monkeypatch):
   monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}kernels")
   monkeypatch.chdir(pathlib.Path(__file__).parents[3])
-  assert run.main(["--platform=cpu", f"--out={tmp_path}"]) == 0
+  assert command.main(["--platform=cpu", f"--out={tmp_path}"]) == 0
   rows = csv_rows.read(tmp_path / "rows.csv")
   assert not [row for row in rows if row["status"] == measure.FAILED]
   names = {task.name for task in measure.tasks("cpu", True, tmp_path)}
@@ -165,7 +165,7 @@ def test_the_whole_short_form(tmp_path, monkeypatch):
 )
 def test_bad_arguments(flag, words, capsys, tmp_path):
   with pytest.raises(SystemExit) as ended:
-    sys.exit(run.main([flag, f"--out={tmp_path / 'new'}"]))
+    sys.exit(command.main([flag, f"--out={tmp_path / 'new'}"]))
   assert ended.value.code == 2
   assert words in capsys.readouterr().err
   assert not (tmp_path / "new").exists()
