@@ -113,7 +113,7 @@ def test_a_dense_network(mesh):
 def test_a_network_of_several_kinds():
   mesh = dict(data=1, fsdp=2, expert=2, tensor=2)
   state = _assert_same_step(mesh, num_layers=2, **tiny_network.KINDS)
-  experts = state.model.sublayers["moe"].core.gate[...]
+  experts = state.model.sublayers["moe"].core.down[...]
   assert experts.addressable_shards[0].data.size * 8 == experts.size
 
 

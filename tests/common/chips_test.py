@@ -9,10 +9,8 @@ from attnres_jax.common import chips
 @pytest.mark.parametrize(
   "kind, peak",
   [
-    ("TPU v4", 275e12),
     ("TPU v5 lite", 197e12),
     ("TPU v5", 459e12),
-    ("TPU v6 lite", 918e12),
     ("NVIDIA A100-SXM4-80GB", 312e12),
     ("NVIDIA H100 80GB HBM3", 989e12),
     ("NVIDIA H100 PCIe", 756e12),
@@ -22,19 +20,9 @@ from attnres_jax.common import chips
     ("TPU v99", None),
   ],
 )
-def test_chip_table(kind, peak):
+def test_the_longest_name_that_begins_a_kind_is_its_row(kind, peak):
   chip = chips.chip_of(kind)
   assert (chip and chip.peak_flops_per_second) == peak
-
-
-@pytest.mark.parametrize(
-  "kind, gib",
-  [("TPU v4", 30.75), ("TPU v5 lite", 15.75), ("TPU v6 lite", 31.25),
-   ("TPU7x", 94.75)],
-)  # fmt: skip
-def test_memory_is_what_a_program_may_use(kind, gib):
-  """What the compiler says on these chips: "Used 31.29G of 31.25G hbm"."""
-  assert chips.CHIPS[kind].hbm_bytes == gib * 2**30
 
 
 @pytest.mark.parametrize("kind", ["TPU v5", "TPU7x"])

@@ -74,16 +74,3 @@ def test_runs_of_a_folder(tmp_path):
   table = monitor.table(monitor.of_folder(tmp_path / "sweep"))
   assert f"{first.name}: Error: cause" in table
   assert "5.5000" in table and "1 failed" in table
-
-
-def test_a_finished_run_without_a_row_of_training(tmp_path):
-  """An earlier version wrote none for the last step."""
-  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,))
-  (run,) = tiny_sweep.prepare(tmp_path / "sweep", source)
-  tiny_sweep.leave(tmp_path / "sweep", run)
-  file = tmp_path / "sweep" / run.name / "metrics.jsonl"
-  rows = file.read_text().splitlines(keepends=True)
-  file.write_text("".join(row for row in rows if '"train"' not in row))
-  for full in (False, True):
-    (end,) = monitor.of_folder(tmp_path / "sweep", full)
-    assert end.status == state_lib.DONE and (end.row is not None) == full

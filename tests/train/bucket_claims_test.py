@@ -124,31 +124,6 @@ def test_a_dead_holder_makes_way(place, monkeypatch):
       claims.acquire(path)
 
 
-@pytest.mark.parametrize("alive", [True, False])
-def test_whoever_waits_sees_whether_the_holder_lives(place, monkeypatch, alive):
-  path, now = place_path(place) / str(alive), time.time()
-  other = claims.Holder("elsewhere", 7, "other", now, now)
-  assert stores.create(claims._lease(path, 0), claims._bytes(other))
-  waited, started = [], time.monotonic()
-
-  def sleep(seconds):
-    waited.append(seconds)
-    if alive:
-      beat = dataclasses.replace(other, heartbeat=now + 1)
-      stores.write(claims._lease(path, 0), claims._bytes(beat))
-    else:
-      dead = started + claims.LEASE_SECONDS + 1
-      monkeypatch.setattr(claims.time, "monotonic", lambda: dead)
-
-  monkeypatch.setattr(claims.time, "sleep", sleep)
-  if alive:
-    with pytest.raises(claims.HeldError, match="process 7 on elsewhere"):
-      claims.acquire(path, patience_seconds=1000)
-  else:
-    claims.acquire(path, patience_seconds=1000).release()
-  assert waited[0] == claims.HEARTBEAT_SECONDS
-
-
 def test_a_lease_counts_from_its_stamp(place, monkeypatch):
   """Not from when a slow store had kept it."""
   create = stores.create
