@@ -257,26 +257,20 @@ def summarise(
   if not processes.is_first():
     return summary
   rows = metrics_lib.read_rows(workdir, lenient=True)
+  last = {row.get("function", row["split"]): row for row in rows}
+  for name, place, value in (
+    ("train_loss", "train", "loss"),
+    ("skipped", "train", "skipped"),
+    ("validation_loss", "validation", "loss"),
+    ("bits_per_byte", "validation", "bits_per_byte"),
+    ("compile_seconds", "train_step", "seconds"),
+    ("peak_bytes", "train_step", "peak_bytes"),
+  ):
+    if place in last:
+      summary[name] = last[place].get(value)
   train = [row for row in rows if row["split"] == "train"]
-  validation = [row for row in rows if row["split"] == "validation"]
-  compiled = {
-    row["function"]: row for row in rows if row.get("event") == "compiled"
-  }
-  if train:
-    summary["train_loss"] = train[-1]["loss"]
-    summary["step_seconds"] = statistics.median(
-      row["step_seconds"] for row in train
-    )
-    summary["tokens_per_second"] = statistics.median(
-      row["tokens_per_second"] for row in train
-    )
-    summary["skipped"] = train[-1]["skipped"]
-  if validation:
-    summary["validation_loss"] = validation[-1]["loss"]
-    summary["bits_per_byte"] = validation[-1].get("bits_per_byte")
-  if "train_step" in compiled:
-    summary["compile_seconds"] = compiled["train_step"]["seconds"]
-    summary["peak_bytes"] = compiled["train_step"]["peak_bytes"]
+  for name in ("step_seconds", "tokens_per_second") if train else ():
+    summary[name] = statistics.median(row[name] for row in train)
   spent = goodput.of_rows(rows)
   summary["goodput"] = dataclasses.asdict(spent)
   summary["tokens"] = account.tokens_of(config, step)

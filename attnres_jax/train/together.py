@@ -187,25 +187,17 @@ class Group:
         jax.vmap(init), out_shardings=self._replicated,
         compiler_options=self.program.init_options,
       )(seeds_S)  # fmt: skip
-    compiled = (
-      jax.jit(train, donate_argnums=0, out_shardings=self._replicated)
-      .lower(states, batches)
-      .compile()
+    self._train = self._compiled(
+      "train_step", start, train, states, batches, donate_argnums=0
     )
-    self._report("train_step", start, compiled)
-    self._train = compiled
 
   def compile_eval(self) -> None:
     """Compiles the evaluation of all seeds, which the first step needs not."""
-    start = time.perf_counter()
     step = jax.vmap(self.program.eval_step, in_axes=(0, None))
-    compiled = (
-      jax.jit(step, out_shardings=self._replicated)
-      .lower(self._state.model, self.program.batch_shapes)
-      .compile()
-    )
-    self._report("eval_step", start, compiled)
-    self._evaluate = compiled
+    self._evaluate = self._compiled(
+      "eval_step", time.perf_counter(), step, self._state.model,
+      self.program.batch_shapes,
+    )  # fmt: skip
 
   def advance(self) -> None:
     """Trains all seeds to their next row, and saves them if a save is due."""
@@ -297,12 +289,18 @@ class Group:
     )  # fmt: skip
     return _Run(writer, log, descriptions)
 
-  def _report(self, name: str, start: float, compiled: Any) -> None:
+  def _compiled(
+    self, name: str, start: float, function: Any, *shapes: Any, **options: Any
+  ) -> Any:
+    """A program for all seeds, whose time since `start` they share."""
+    step = jax.jit(function, out_shardings=self._replicated, **options)
+    compiled = step.lower(*shapes).compile()
     seconds = (time.perf_counter() - start) / len(self.configs)
     self.seconds += seconds
     for run in self._runs:
       run.log.pause(seconds)
       compiling.report(run.writer, self.step, name, seconds, compiled)
+    return compiled
 
 
 @dataclasses.dataclass

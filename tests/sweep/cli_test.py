@@ -41,7 +41,7 @@ def test_dry_run_leaves_nothing(main, tmp_path, capsys):
   [
     (["--launcher=slurp"], "--launcher: got 'slurp'"),
     (["--set=image"], "--set: got 'image', expected name=value"),
-    (["--set=image=x"], "--set: got 'image', expected a setting of local"),
+    (["--set=image=x"], "--set: got 'image', expected one of max_restarts"),
     (["--only=seed7"], "--only: got 'seed7'"),
     (["--only=("], "--only: got '('"),
     (["status"], "expected the folder of a sweep"),
@@ -68,7 +68,7 @@ def _refusals():
   for name in sweep.LAUNCHERS:
     module = importlib.import_module(f"attnres_jax.sweep.launchers.{name}")
     needed = NEEDED.get(name, [])
-    yield name, [*needed, "nothing=1"], "--set: got 'nothing', expected a sett"
+    yield name, [*needed, "nothing=1"], "--set: got 'nothing', expected one of"
     for flag in needed:
       left = [other for other in needed if other != flag]
       yield name, left, f"--set {flag.partition('=')[0]}: missing, expected"

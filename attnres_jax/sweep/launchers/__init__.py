@@ -34,6 +34,7 @@ from etils import epath
 from attnres_jax import config as config_lib
 from attnres_jax import sweep
 from attnres_jax.common import files
+from attnres_jax.config import errors
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep.launchers import settings as settings_lib
@@ -138,17 +139,10 @@ def load(name: str, options: Options) -> Any:
   Raises:
     ConfigError: no such launcher or setting, or a package is missing.
   """
-  if name not in LAUNCHERS:
-    raise config_lib.ConfigError(
-      f"--launcher: got {name!r}, expected one of " + ", ".join(LAUNCHERS)
-    )
+  errors.check_in("--launcher", name, LAUNCHERS)
   module = importlib.import_module(f"{__name__}.{name}")
   for setting in options.settings:
-    if setting not in module.SETTINGS:
-      accepted = ", ".join(module.SETTINGS) or "none"
-      raise config_lib.ConfigError(
-        f"--set: got {setting!r}, expected a setting of {name}: {accepted}"
-      )
+    errors.check_in("--set", setting, module.SETTINGS)
   if hasattr(module, "require") and not options.dry_run:
     module.require()
   return module
