@@ -78,7 +78,7 @@ def _flops(path, sweep):
 
 def _cost(path, sweep):
   row = dict.fromkeys(report.KEYS, "a")
-  with mock.patch.object(cost_run, "_rows", lambda options: [row]):
+  with mock.patch.object(cost_run, "vectors", lambda: [row]):
     return cost_run.main(["vectors", f"--out={path}"])
 
 

@@ -11,7 +11,6 @@ CPUs.
 import ast
 from collections.abc import Callable, Mapping
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -59,46 +58,40 @@ def _dense(
 
 
 _BLOCK = ",residual=block_attnres"
+_PAPER = "configs/scaling.py:scale=paper,planned,size="
+_48B = "configs/kimi_linear.py:size=48b"
 NETWORKS: Mapping[str, Callable[[], Network]] = {
-  "demo": functools.partial(_of, "configs/lm.py:size=tiny"),
-  "large": functools.partial(
-    _of, "configs/lm.py:size=small", 2, **{"residual.num_blocks": 8}
+  "demo": lambda: _of("configs/lm.py:size=tiny"),
+  "large": lambda: _of(
+    "configs/lm.py:size=small", 2, **{"residual.num_blocks": 8}
   ),
-  "paired": functools.partial(_of, "configs/paired.py:scale=laptop"),
-  "tiny": functools.partial(_dense, 128, 1, 1, 1, 32, vocab_size=128),
-  "d1024": functools.partial(_dense, 1024, 12, 8, 8, 1024),
-  "d2048": functools.partial(_dense, 2048, 16, 8, 8, 1024),
-  "short": functools.partial(_dense, 2048, 2, 2, 4, 4096),
-  "stack16": functools.partial(_dense, 2048, 8, 4, 4, 4096),
-  "stack32": functools.partial(_dense, 2048, 16, 4, 4, 4096),
+  "paired": lambda: _of("configs/paired.py:scale=laptop"),
+  "tiny": lambda: _dense(128, 1, 1, 1, 32, vocab_size=128),
+  "d1024": lambda: _dense(1024, 12, 8, 8, 1024),
+  "d2048": lambda: _dense(2048, 16, 8, 8, 1024),
+  "short": lambda: _dense(2048, 2, 2, 4, 4096),
+  "stack16": lambda: _dense(2048, 8, 4, 4, 4096),
+  "stack32": lambda: _dense(2048, 16, 4, 4, 4096),
   # Grouped queries, since caches of all heads would not fit.
-  "served": functools.partial(
-    _dense, 2048, 12, 8, num_kv_heads=4, mlp_width=5504
-  ),
-  "served_here": functools.partial(
-    _dense, 256, 4, 4, vocab_size=4096, num_heads=4, mlp_width=688,
-    dtype="float32", scan_layers=True,
+  "served": lambda: _dense(2048, 12, 8, num_kv_heads=4, mlp_width=5504),
+  "served_here": lambda: _dense(
+    256, 4, 4, vocab_size=4096, num_heads=4, mlp_width=688, dtype="float32",
+    scan_layers=True,
   ),
   # The width and the blocks of the paper's example of a long prompt (section
   # 4.2), with narrow sublayers: blocks are most of its memory.
-  "paper": functools.partial(
-    _dense, 7168, 16, 8, vocab_size=1024, num_heads=8, head_width=128,
-    mlp_width=1024, scan_layers=True,
+  "paper": lambda: _dense(
+    7168, 16, 8, vocab_size=1024, num_heads=8, head_width=128, mlp_width=1024,
+    scan_layers=True,
   ),
   # The first layers of the 48B network have all kinds of its sublayers.
-  "48b": functools.partial(
-    _of, "configs/kimi_linear.py:size=48b", 1, num_layers=4
-  ),
+  "48b": lambda: _of(_48B, 1, num_layers=4),
   # Training runs that have plans, of which `experts` takes a sublayer.
-  **{
-    size: functools.partial(
-      _of, f"configs/scaling.py:scale=paper,planned,size={size}" + _BLOCK
-    )
-    for size in ("194m", "436m")
-  },
-  "48b_pod": functools.partial(_of, "configs/kimi_linear.py:size=48b" + _BLOCK),
-  "experts_here": functools.partial(
-    _dense, 256, 1, 1, 1, 2048, dtype="float32",
+  "194m": lambda: _of(f"{_PAPER}194m{_BLOCK}"),
+  "436m": lambda: _of(f"{_PAPER}436m{_BLOCK}"),
+  "48b_pod": lambda: _of(_48B + _BLOCK),
+  "experts_here": lambda: _dense(
+    256, 1, 1, 1, 2048, dtype="float32",
     moe=config_lib.MoeConfig(num_experts=64, expert_width=128),
   ),
 }  # fmt: skip

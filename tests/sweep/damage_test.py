@@ -67,7 +67,7 @@ DAMAGE = {
   "other run": ("run.json", _spoil(lambda s: s.update(name="../outside"))),
   "bad field": ("run.json", _spoil(lambda s: s["config"].update(seed="one"))),
 }  # fmt: skip
-RENDER = {"laws": laws.render, "shapes": shapes.render}
+RENDER = {"laws": laws.render, "shapes": shapes.PUBLISHED.render}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def sweep(finished, tmp_path):
   return tmp_path / "sweep", finished[1]
 
 
-def _main(sweep, *arguments, render=shapes.render):
+def _main(sweep, *arguments, render=shapes.PUBLISHED.render):
   experiment = cli.Experiment("sweep", "A sweep.", "", "", render)
   folder, source = sweep
   arguments += (f"--config={source}", f"--workdir={folder}")
