@@ -79,10 +79,6 @@ def _refusals():
         yield name, [*needed, f"{setting}=x"], words
     if hasattr(module, "READERS"):
       yield name, needed, "--workdir: got 'new', expected a bucket such as"
-  for name in ("script", "manifests", "task"):  # Of somebody else.
-    launcher = dict(script="slurm", manifests="jobset", task="skypilot")[name]
-    words = "--set=script: got" if name == "script" else "--workdir: got"
-    yield launcher, [*NEEDED.get(launcher, []), f"{name}=theirs"], words
   yield "slurm", ["time=soon"], "--set time: got 'soon', expected minutes"
   words = "--set accelerator: got 'v9:2x2', expected a TPU slice"
   yield "ray", ["accelerator=v9:2x2"], words
@@ -98,9 +94,6 @@ def _refusals():
 def test_a_refused_launch_writes_nothing(
   launcher, settings, words, source, tmp_path, monkeypatch, capsys
 ):
-  (tmp_path / "theirs").mkdir()
-  for file in ("queue.yaml", "runs.yaml"):
-    (tmp_path / "theirs" / file).write_text("theirs")
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(ray, "require", lambda: None)
   before = sorted(tmp_path.rglob("*"))

@@ -174,12 +174,10 @@ class _Queue:
       self._end(run, code)
 
   def _is_full(self, run: grid.Run) -> bool:
-    """Whether the last error in a log is of a full disk, as others will be."""
+    """Whether the last line of a log says that the disk, which all use, is."""
     log = self._folder / run.name / folder_lib.LOG
-    end = (
-      files.read(log, -4096).decode(errors="replace") if log.exists() else ""
-    )
-    return files.is_disk_full(OSError(end.rpartition("error: ")[2]))
+    end = files.read(log, -4096) if log.exists() else b""
+    return files.is_disk_full(OSError(end.strip().rpartition(b"\n")[2]))
 
   def _end(self, run: grid.Run, code: int) -> None:
     """Starts a run again after an error, or reports it."""
