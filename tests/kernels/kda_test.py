@@ -2,6 +2,7 @@
 """KDA: every backend against the recurrence, written again in NumPy."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +190,12 @@ class TestValues:
         run("pallas_tpu", *given, chunk_size=16, save=save)
         for save in ("chunks", "arguments")
       )
+      checkpointed = value_and_gradients(
+        jax.checkpoint(functools.partial(call, "pallas_tpu", chunk_size=16)),
+        *given,
+      )
     jax.tree.map(np.testing.assert_array_equal, a, b)
+    jax.tree.map(np.testing.assert_array_equal, a, checkpointed)
 
   def test_pallas_tpu_says_why_not(self):
     for pattern, shape, dtype, chunk_size in (
@@ -308,6 +314,19 @@ class TestTransform:
     assert saved_by("arguments") == []
     squares = [(1, 1, 2, 32, 64)] * 3
     assert saved_by("chunks") == [*squares, (1, 2, 2, 128, 128), (1, 64, 256)]
+
+  def test_the_first_pass_of_a_checkpoint_saves_nothing(self):
+    arguments, _ = make(39, 1, 32, 1, 128, 128, "bfloat16")
+    layer = functools.partial(call, "pallas_tpu", chunk_size=32)
+
+    @jax.jit
+    def gradients(*arguments):
+      loss = lambda *args: jnp.sum(jnp.sin(jax.checkpoint(layer)(*args)[0]))
+      return jax.grad(loss, range(6))(*arguments)
+
+    text = gradients.trace(*arguments).lower(lowering_platforms=("tpu",))
+    kernels = re.findall(r'kernel_name = "(kda_\w+)"', text.as_text())
+    assert kernels == ["kda_forward", "kda_forward_saving", "kda_backward"]
 
   def test_no_program_holds_a_state_per_token(self):
     length, width = 64, 8

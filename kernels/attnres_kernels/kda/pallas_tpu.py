@@ -153,7 +153,7 @@ def _kda_backward(
   return backward(q, k, g, beta, chunks, do, dstate, **options)
 
 
-_kda.defvjp(_kda_forward, _kda_backward)
+_kda.defvjp(_kda_forward, _kda_backward, optimize_remat=True)
 
 
 def forward(
