@@ -11,6 +11,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.train import train_state
+from tests import jaxprs
 from tests import tiny_network
 
 # Combinations behave like their factors; they are slow tests.
@@ -164,3 +165,20 @@ def test_what_a_step_sends(mesh, collectives):
   kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
   actual = set(re.findall(rf"\b({kinds})(?:-start)?\(", text))
   assert actual - {"reduce-scatter", "all-to-all"} == collectives
+
+
+@pytest.mark.parametrize("mesh,number", [(dict(fsdp=2), 1), (dict(data=2), 0)])
+def test_parts_of_the_head_s_gradient_come_before_the_trunk_s(mesh, number):
+  config = _config(dict(data=1) | mesh)
+  program = train_state.make_program(config, sharding.make_mesh(config.mesh))
+  jaxpr = jax.make_jaxpr(program.train_step)(
+    program.abstract_state, program.batch_shapes
+  )
+  head_DV = (config.model.width // config.mesh.fsdp, config.model.vocab_size)
+  barriers = [
+    e
+    for e in jaxprs.equations(jaxpr)
+    if e.primitive.name == "optimization_barrier"
+    and head_DV in [v.aval.shape for v in e.outvars]
+  ]
+  assert len(barriers) == number

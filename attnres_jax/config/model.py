@@ -222,9 +222,10 @@ class ModelConfig(fields.Checked, prefix="model"):
       small gates of KDA stay float32, and so do optimiser state and the sums of
       gradients.
     remat: what a sublayer keeps for the backward pass. `none`: everything that
-      autodiff saves; `full`: its running input only (one vector per sublayer,
-      plus each block once); `attention`: also the outputs of softmax attention,
-      which is then not recomputed; `dots`: also the results of matrix products.
+      autodiff saves; `full`: only its running input, or the output from which
+      that is computed again (one vector per sublayer), and each block once;
+      `attention`: also the outputs of softmax attention, which is then not
+      recomputed; `dots`: also the results of matrix products.
     scan_layers: run the sublayers of a depth block that repeat a pattern as one
       `lax.scan` instead of a Python loop: smaller programs, same function.
     depth_loop: how the depth blocks of Block AttnRes run, outside of decoding.

@@ -40,6 +40,7 @@ from typing import Any
 
 import jax
 from jax import ad_checkpoint
+from jax.experimental import layout
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
@@ -433,7 +434,13 @@ class _Pairs:
     """Sends partial sums to the owners of the tokens, which add them up."""
     if self.devices == 1:
       return sum_AD
-    return platforms.by_platform((sum_AD,), _sum_wide, tpu=_sum, cuda=_sum)
+    return platforms.by_platform((sum_AD,), _sum_wide, tpu=_sum_rows, cuda=_sum)
+
+
+def _sum_rows(parts_AD: jax.Array) -> jax.Array:
+  """On TPU, where a layout for what follows would copy the parts instead."""
+  rows = layout.Layout(major_to_minor=(0, 1))
+  return _sum(layout.with_layout_constraint(parts_AD, rows))
 
 
 def _sum(parts_AD: jax.Array) -> jax.Array:

@@ -87,6 +87,27 @@ def unsliced(tree: Any) -> Any:
   return jax.lax.optimization_barrier(tree)
 
 
+@jax.custom_jvp
+def gradients_in_turn(state: Any, weights: Any) -> tuple[Any, Any]:
+  """Returns both; the gradient of `state` comes after those of `weights`.
+
+  Else a compiler that sums gradients over devices while it computes may keep
+  those of several layers, each of them whole, until the links are free.
+  """
+  return state, weights
+
+
+@gradients_in_turn.defjvp
+def _gradients_in_turn_jvp(
+  primals: tuple[Any, Any], tangents: tuple[Any, Any]
+) -> tuple[Any, Any]:
+  is_float = lambda a: a.dtype != jax.dtypes.float0
+  leaves, tree = jax.tree.flatten(tangents)
+  inexact = iter(jax.lax.optimization_barrier(list(filter(is_float, leaves))))
+  leaves = [next(inexact) if is_float(a) else a for a in leaves]
+  return primals, tuple(jax.tree.unflatten(tree, leaves))
+
+
 def unstacked(stack: Any) -> tuple[Any, ...]:
   """Stacks of one layer each, of arrays with a leading axis over layers."""
   count = jax.tree.leaves(stack)[0].shape[0]

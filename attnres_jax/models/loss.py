@@ -214,8 +214,13 @@ def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
     add_tile, (no_loss(wide), zeros), cut(tile, h_BTD, target_BT, weight_BT)
   )
   d_h_BTD = jnp.moveaxis(d_h, 0, 1).reshape(h_BTD.shape[0], -1, d_h.shape[-1])
-  d_head_DV = sharding.sum_parts(d_head_DV, dim)
-  return sums, (d_h_BTD[:, : h_BTD.shape[1]], d_head_DV)
+  gradients = (
+    d_h_BTD[:, : h_BTD.shape[1]], sharding.sum_parts(d_head_DV, dim)
+  )  # fmt: skip
+  if dim is not None:
+    # Else a TPU would keep the whole one until it has those of the trunk.
+    gradients = jax.lax.optimization_barrier(gradients)
+  return sums, gradients
 
 
 def _tiled_bwd(options, gradients, cotangent: LossSums):

@@ -155,7 +155,7 @@ def sources(
     return parts
 
   before = itertools.accumulate((len(s.runs) for s in segments), initial=0)
-  if remat != "none" and not _separate(sublayers):
+  if remat != "none" and not are_separate(sublayers):
     return [
       (sublayers, functools.partial(cut, segment.runs, first))
       for segment, first in zip(segments, before)
@@ -173,5 +173,6 @@ def sources(
   ]
 
 
-def _separate(sublayers: Sublayers) -> bool:
+def are_separate(sublayers: Sublayers) -> bool:
+  """Whether they are `layer_stacks.separated`, or stacks."""
   return any(isinstance(layers, nnx.List) for layers in sublayers.values())

@@ -137,7 +137,11 @@ class Trunk:
     first: sublayer_lib.First = {} if self.value_residual else None
     segments = self._plan(sublayers)
     sources = segments_lib.sources(sublayers, segments, self.remat)
+    in_turn = lambda state, weights: (state, weights)
+    if self.remat != "none" and segments_lib.are_separate(sublayers):
+      in_turn = layer_stacks.gradients_in_turn  # Where memory is short.
     for segment, (source, take) in zip(segments, sources, strict=True):
+      state, source = in_turn(state, source)
       if segment.blocks is not None:
         state = self._scan_blocks(
           segment, take(source)[0], state, calls, around_segment,
@@ -145,7 +149,7 @@ class Trunk:
         )  # fmt: skip
         continue
       inside = functools.partial(
-        self._run_segment, segment, take, calls, segment_ids_BT
+        self._run_segment, segment, take, calls, segment_ids_BT, in_turn
       )
       carry, first = around_segment(inside)(source, state, first)
       with scopes.part(scopes.RESIDUAL):
@@ -255,8 +259,8 @@ class Trunk:
   def _run_segment(
     self, segment: segments_lib.Segment,
     take: Callable[[Any], list[Sublayers]], calls: _Calls,
-    segment_ids_BT: jax.Array | None, source: Any, state: Any,
-    first: sublayer_lib.First,
+    segment_ids_BT: jax.Array | None, in_turn: Callable[..., Any],
+    source: Any, state: Any, first: sublayer_lib.First,
   ) -> tuple[Any, sublayer_lib.First]:  # fmt: skip
     """The carry after a segment, and the first values."""
     residual, parts = self.residual, take(source)
@@ -264,9 +268,9 @@ class Trunk:
       carry, slots = residual.open(state, segment.start, segment.stop)
       slots = layer_stacks.split(slots, [run.length for run in segment.runs])
     both = carry, first
-    for run, part, run_slots in zip(segment.runs, parts, slots):
-
-      def period(both, xs, run=run):
+    for i, (run, run_slots) in enumerate(zip(segment.runs, slots)):
+      # The run in between hides what is sent.
+      def period(both, xs, run=run, later=i + 2):
         part, slots = xs
         with scopes.part(scopes.RESIDUAL):
           slots = layer_stacks.unstack(slots, len(run.kinds))
@@ -279,6 +283,8 @@ class Trunk:
             y_BTD, new, carry = calls[kind](
               sublayer, both[0], slot, segment_ids_BT, both[1]
             )
+            if run.repeats == 1 and later < len(parts):
+              y_BTD, parts[later] = in_turn(y_BTD, parts[later])
           with scopes.part(scopes.RESIDUAL):
             carry = both[0] if carry is None else carry
             carry = residual.write(carry, slot, y_BTD)
@@ -288,7 +294,7 @@ class Trunk:
           both = carry, first
         return both, None
 
-      xs = part, run_slots
+      xs = parts[i], run_slots
       if run.repeats == 1:
         both, _ = period(both, xs)
       else:

@@ -218,7 +218,7 @@ def test_sublayers_of_a_training_step_do_not_grow_with_depth():
 
 
 def test_what_is_saved():
-  """Partial sums in front of sublayers, and each block once."""
+  """Outputs of sublayers, and each block once."""
   model = jax.eval_shape(
     lambda: tiny_network.model(
       "block_attnres", width=32, num_layers=4, block_size=4
@@ -236,9 +236,9 @@ def test_what_is_saved():
   # Without weights, which are reshaped for the scan.
   saved = [a.shape for a in saved if a.shape[-3:] == embedding.shape]
   vectors = sum(math.prod(shape) for shape in saved) / embedding.size
-  # Of each block its sums but for the last one; blocks and embedding, as rows
-  # and once more as arrays of the readout.
-  assert vectors == 2 * 3 + 2 * 3
+  # Of each block its outputs; blocks and embedding, as rows and once more as
+  # arrays of the readout.
+  assert vectors == 2 * 4 + 2 * 3
 
 
 @pytest.mark.parametrize(

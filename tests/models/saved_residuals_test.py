@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes that the forward pass keeps for the backward pass.
 
-The contract (arXiv:2603.15031 section 4.1): per sublayer its running state,
-and each block representation once. Running states of PreNorm and of a partial
-sum are float32; values and blocks have the model's dtype.
+The contract (arXiv:2603.15031 section 4.1): one vector per sublayer, and each
+block representation once. PreNorm's is its float32 stream. The schemes that
+read over depth keep outputs in the model's dtype, of which partial sums are
+computed again.
 """
 
 import jax
@@ -48,7 +49,7 @@ SCHEMES = [
 def _limit(name, num_blocks, dtype="float32", **_):
   """Bytes of L states, N blocks, the embedding, and of the statistics."""
   model, wide = jnp.dtype(dtype).itemsize, 4
-  state = model if name == "full_attnres" else wide
+  state = model if name in ("full_attnres", "block_attnres") else wide
   blocks = num_blocks if name == "block_attnres" else 0
   vectors = 2 * LAYERS * state + (blocks + 1) * model
   statistics = 4 * (2 * LAYERS * TOKENS + 6 * WIDTH)

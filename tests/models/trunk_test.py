@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax.models import layer_stacks
 from attnres_jax.models.residuals import base
 from tests import compare
 from tests import jaxprs
@@ -80,3 +81,24 @@ def test_the_gradient_of_an_output_is_one_array():
   count = functools.partial(jaxprs.count, ("optimization_barrier",))
   # Of the weights of eight sublayers, forward and backward, and of outputs.
   assert count(jax.grad(loss), model) == 3 * 8
+
+
+@pytest.mark.parametrize("remat,number", [("full", 2 + 4), ("none", 0)])
+def test_gradients_of_weights_come_before_those_of_earlier_layers(
+  remat, number
+):
+  """Of each of two blocks, and of outputs with two sublayers behind them."""
+  model = tiny_network.model(
+    "block_attnres", block_size=4, num_layers=4, scan_layers=False, remat=remat
+  )
+  model.sublayers = layer_stacks.separated(model.sublayers)
+  shapes = {a.shape for a in jax.tree.leaves(model.sublayers)}
+  loss = lambda model: jnp.sum(model.hidden(jnp.zeros((1, 4), jnp.int32)))
+  barriers = [
+    {v.aval.shape for v in equation.outvars}
+    for equation in jaxprs.equations(jax.make_jaxpr(jax.grad(loss))(model))
+    if equation.primitive.name == "optimization_barrier"
+  ]
+  state_BTD = (1, 4, model.config.width)
+  both = [b for b in barriers if state_BTD in b and b & shapes]
+  assert len(both) == number

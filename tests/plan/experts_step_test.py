@@ -14,8 +14,9 @@ from attnres_jax.plan import schedule
 from experiments.cost import networks
 
 
-def misuses(program: hlo.Program, model, shards: int) -> list[str]:
-  """Copies of expert weights in memory, and float32 scatters of rows.
+def misuses(program: hlo.Program, model, shards: int, tokens: int) -> list[str]:
+  """Copies in memory of expert weights and of sums for all `tokens` that share
+  experts, and float32 scatters of rows.
 
   A weight is of one layer, of all experts of a device or of the part that it
   stores; gate and up are one array.
@@ -25,6 +26,7 @@ def misuses(program: hlo.Program, model, shards: int) -> list[str]:
   sizes = {
     number * cut * rows * model.width for number in (1, 2, 3) for cut in (1, 4)
   }
+  sizes.add(tokens * model.width)
   lines = []
   for name in program.runs:
     for op in program.computations[name].values():
@@ -51,11 +53,13 @@ def test_experts_copy_no_weights_and_scatter_no_rows():
   text = schedule.compile_step(config, slice_name).text
   for name in ("forward", "backward", "sum_rows"):
     assert f"experts_{name}" in text
-  assert not misuses(hlo.Program(text), model, 16)
+  rows = config.data.batch_size // config.optim.accumulate_steps
+  tokens = rows * config.data.sequence_length // config.mesh.fsdp
+  assert not misuses(hlo.Program(text), model, 16, tokens)
 
 
 def test_what_counts_as_misuse():
-  """The check would see both."""
+  """The check would see all three."""
   model = networks.load("436m").run.model
   rows = model.moe.num_experts * model.moe.expert_width // 16
   copy = f"f32[{rows},{model.width}]{{0,1:T(8,128)}}"
@@ -64,8 +68,9 @@ def test_what_counts_as_misuse():
 ENTRY %main (l: {copy}) -> {copy} {{
   %l = {copy} parameter(0)
   %s = {wide} scatter(%l, %l, %l), metadata={{op_name="part<moe>/scatter"}}
+  %t = {wide} copy(%s)
   ROOT %c = {copy} copy(%l)
 }}
 """
-  lines = misuses(hlo.Program(text), model, 16)
-  assert [re.sub(":.*", "", line) for line in lines] == ["%s", "%c"]
+  lines = misuses(hlo.Program(text), model, 16, 64)
+  assert [re.sub(":.*", "", line) for line in lines] == ["%s", "%t", "%c"]

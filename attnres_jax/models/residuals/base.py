@@ -431,7 +431,8 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
 def save(x: jax.Array) -> jax.Array:
   """Marks a running state, for activation checkpointing to save.
 
-  Also an output that the backward pass needs, such as for the gradient of its
-  factor: otherwise its sublayer would be recomputed once more.
+  Or an output from which it is computed again, or that the backward pass needs,
+  such as for the gradient of its factor: otherwise its sublayer would be
+  recomputed once more.
   """
   return ad_checkpoint.checkpoint_name(x, DEPTH_STATE)
