@@ -8,9 +8,6 @@ The first command copies the rows of a finished sweep (its folder, or a file of
 rows) to experiments/scaling_law/results.csv; --to selects another file, such as
 --to=learning_rates, and --add keeps the rows of other runs of the same text.
 """
-# The room exceeds its budget of 4,850 lines by three more questions: what each
-# of all schemes costs and learns (residual_zoo), what depth attention gains
-# with each scheme at its own rate (laptop_gain), upcycling.
 
 import argparse
 from collections.abc import Sequence

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from matplotlib import figure as figure_lib
 import numpy as np
+import pandas as pd
 
 from attnres_jax import config as config_lib
 from attnres_jax import scaling
@@ -165,18 +166,14 @@ def rates(rows: Sequence[Row]) -> page.Table:
 
 def twice(compared: Comparison) -> page.Table:
   """Differences with once and with twice the steps, in the same seeds."""
+  once, names = compared.losses, compared.study.longer
   longer = pairs.losses(at_own_settings(compared.rows, TWICE), "variant")
   lines = []
-  for name in compared.study.longer:
-    four = [
-      arms.get(arm, {})
-      for arms in (compared.losses, longer)
-      for arm in (name, BASELINE)
-    ]
-    if seeds := set.intersection(*map(set, four)):
-      ours, base, ours_twice, base_twice = (
-        statistics.fmean(arm[seed] for seed in seeds) for arm in four
-      )
+  for name in names:
+    arms = [x.get(arm, {}) for x in (once, longer) for arm in (name, BASELINE)]
+    seeds = pd.DataFrame(arms).T.dropna()
+    if len(seeds):
+      ours, base, ours_twice, base_twice = seeds.mean()
       gaps = map(page.signed, (ours - base, ours_twice - base_twice))
       lines.append([compared.study.variants[name].label, *gaps, len(seeds)])
   header = ("residual", "difference", "with twice the steps", "pairs")

@@ -41,18 +41,6 @@ def make_look(folder, run):
   return report.Look(weights, magnitudes)
 
 
-def test_the_page_trains_longer():
-  text = (tiny_run.ROOT / "experiments/demo/README.md").read_text()
-  (flags,) = re.findall(r'ARGS="(.*?)"', text)
-  options = cli.make_parser(run_lib.EXPERIMENT).parse_args(flags.split())
-  runs = grid.load(options.config.spec, options.config.fields)
-  longer, usual = (
-    [run.config["train"]["steps"] for run in some if "budget" not in run.name]
-    for some in (runs, grid.load(SPEC))
-  )
-  assert longer == [2 * steps for steps in usual]
-
-
 def leave(folder):
   """A finished demo."""
   runs = folder_lib.prepare(folder, grid.load(SPEC), SPEC)

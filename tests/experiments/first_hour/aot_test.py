@@ -10,8 +10,6 @@ import pytest
 
 from attnres_jax.common import topology
 from attnres_kernels import problems
-from experiments.cost import compiled as compiled_lib
-from experiments.cost import networks
 from experiments.first_hour import timing
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("libtpu")]
@@ -38,11 +36,3 @@ def test_operators_stay_in_their_loop(name):
   inside = text[text.index(f"%{body[1]} (") :].partition("\n}")[0]
   assert inside.count("tpu_custom_call") == len(operator.kernels["forward"])
   assert "tpu_custom_call" not in text.partition("ENTRY")[2]
-
-
-@pytest.mark.parametrize("arm", ["prenorm", "block_attnres"])
-def test_steps(arm):
-  network = networks.load("short")._replace(batch=2, tokens=256)
-  step, structs = compiled_lib.step(network, arm)
-  text = compiled(step, *structs)
-  assert ("depth_attention_backward" in text) == (arm != "prenorm")
