@@ -14,7 +14,6 @@ the scheme) and `data.seed` (order of the data).
             demo: 8 sublayers, 0.2M parameters, a tenth of a million tokens,
             for a difference that a laptop sees in minutes
             deep: the same with 32 sublayers, 2.1M parameters
-            d768: a dense network of 768 columns and 24 sublayers
             paper: the row of Table 2 with 16 transformer blocks, which its
             Table 4 ablates, unchanged; configs/kimi_linear.py
   residual  the residual scheme
@@ -25,8 +24,7 @@ the scheme) and `data.seed` (order of the data).
 
 All schemes of a scale share their hyper-parameters, which were chosen under
 PreNorm at the paper's scale. At the laptop's and in the deep network, PreNorm
-tried three rates (experiments/ablations and block_size), in the demo's four; at
-d768 nothing has been searched.
+tried three rates (experiments/ablations and block_size), in the demo's four.
 """
 
 import pathlib
@@ -38,7 +36,6 @@ from attnres_jax.config import load
 kimi_linear = load.load_file(
   str(pathlib.Path(__file__).with_name("kimi_linear.py"))
 )
-lm = load.load_file(str(pathlib.Path(__file__).with_name("lm.py")))
 scaling = load.load_file(str(pathlib.Path(__file__).with_name("scaling.py")))
 
 PAPER_ROW = "436m"
@@ -131,31 +128,8 @@ def _deep(arg):
   return config
 
 
-def _d768(arg):
-  """12 transformer blocks, 85M parameters, 20 bytes for each."""
-  config = lm.get_config(
-    f"size=medium,residual={arg.residual},runlocal={arg.runlocal}"
-  )
-  config.unlock()
-  model = config.model
-  model.residual.num_blocks, model.residual.block_size = 0, 4
-  if not arg.runlocal:
-    model.width, model.num_layers, model.num_heads = 768, 12, 12
-    model.mlp_width = 2048
-    # As for Table 2: a scan copies what the backward pass needs.
-    model.scan_layers = False
-    config.train.steps, config.optim.warmup_steps = 13_000, 650
-    if not arg.planned:
-      config.mesh.data, config.mesh.fsdp = 1, -1
-    settle(config)
-  return config
-
-
 def _paper(arg):
   return kimi_linear.of_table_2(PAPER_ROW, arg, arg.planned)
 
 
-_SCALES = {
-  "demo": _demo, "laptop": _laptop, "deep": _deep, "d768": _d768,
-  "paper": _paper,
-}  # fmt: skip
+_SCALES = {"demo": _demo, "laptop": _laptop, "deep": _deep, "paper": _paper}

@@ -9,10 +9,9 @@ A study is a mapping from names to variants. Its config.py is one `Study`, whose
 
 and its config takes
 
-  scale     demo, laptop, deep, d768 or paper, see configs/paired.py
+  scale     demo, laptop, deep or paper, see configs/paired.py
   variant   one of the study
   budget    multiplies the steps
-  first     the first seed
   seeds     how many; of the small scales, more can be added at any time
   planned   mesh, microbatches and checkpointing are those that
             attnres_jax.plan.search has saved for the slice (docs/plan.md)
@@ -31,8 +30,7 @@ from attnres_jax.scaling import paper
 from configs import paired
 
 BASELINE, CONTROL = "prenorm", "control"
-DEMO, LAPTOP, DEEP = "demo", "laptop", "deep"
-D768, PAPER = "d768", "paper"
+DEMO, LAPTOP, DEEP, PAPER = "demo", "laptop", "deep", "paper"
 # The budget of `Study.longer`.
 TWICE = 2.0
 
@@ -131,7 +129,7 @@ class Study:
   def sweep(self, add: Add, arg: str | None = None) -> None:
     """Every variant with every seed, seed by seed; then rates and budgets."""
     given = self._parse(arg)
-    seeds = range(given.first, given.first + given.seeds)
+    seeds = range(given.seeds)
     left_out = self.left_out(given.scale)
 
     def add_run(name: str, seed: int, **more: Any) -> None:
@@ -141,7 +139,7 @@ class Study:
       for name in self.variants:
         if name not in left_out:
           add_run(name, seed)
-    for seed in seeds if given.scale in (DEMO, LAPTOP, DEEP) else ():
+    for seed in seeds if given.scale != PAPER else ():
       if BASELINE not in left_out:
         rates = self.rates.get(given.scale, ())
         for rate in rates if seed < self.rate_seeds else ():
@@ -157,12 +155,12 @@ class Study:
     # epsilon of the control is twice the small scales'.
     every = {
       DEMO: {*self.deep, *self.deeper}, LAPTOP: {*self.shared, *self.deeper},
-      DEEP: set(), D768: {CONTROL, *self.deeper}, PAPER: {CONTROL},
+      DEEP: set(), PAPER: {CONTROL},
     }  # fmt: skip
     return config_lib.choose("scale", scale, every)
 
   def _parse(self, arg: str | None) -> types.SimpleNamespace:
     return config_lib.parse_arg(
-      arg, scale=self.scale, variant=BASELINE, budget=1.0, first=0,
+      arg, scale=self.scale, variant=BASELINE, budget=1.0,
       seeds=self.seeds, planned=False, runlocal=False,
     )  # fmt: skip

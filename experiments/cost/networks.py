@@ -98,13 +98,11 @@ NETWORKS: Mapping[str, Callable[[], Network]] = {
 
 
 def load(name: str) -> Network:
-  """A network by its name, or that of a config (FILE:ARGUMENTS).
+  """A network by its name.
 
   Raises:
     ConfigError: there is no such network.
   """
-  if ".py" in name:
-    return _of(name)
   return config_lib.choose("--networks", name, NETWORKS)()
 
 

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add = parser.add_argument
   add("what", choices=sorted({*HERE, *COMPILED, "vectors"}))
   add("--chips", default="", help="v5e, v5p, v6e, or slices such as v5p:2x2x2")
-  add("--networks", default="", help="names (networks.py), or a config")
+  add("--networks", default="", help="names (networks.py), with commas")
   add("--arms", default="", help="separated by ';'")
   add("--batch", default="", help="rows, several with commas")
   add("--tokens", default="", help="of a row, several with commas")
@@ -138,8 +138,7 @@ def _measured(options: argparse.Namespace) -> Iterator[Row]:
   table = COMPILED if options.chips else HERE
   arms, names, sizes = config_lib.choose("what", options.what, table)
   arms = options.arms.split(";") if options.arms else arms
-  if options.networks:
-    names = options.networks.split(";" if ".py" in options.networks else ",")
+  names = options.networks.split(",") if options.networks else names
   if options.batch or options.tokens:
     batches, tokens = map(dict.fromkeys, zip(*sizes))
     sizes = itertools.product(
