@@ -120,12 +120,7 @@ def read(path: epath.PathLike, start: int = 0) -> bytes:
 
 
 def disk_full(path: epath.PathLike, needed: int | None = None) -> DiskFullError:
-  """The error for a full disk, with the space needed and available.
-
-  Args:
-    path: that cannot be written.
-    needed: its size in bytes, if known.
-  """
+  """The error for a full disk, with the bytes needed, if known, and free."""
   free = _free_bytes(path)
   sizes = [] if needed is None else [f"{needed:,} bytes needed"]
   sizes += [] if free is None else [f"{free:,} free"]
@@ -152,12 +147,7 @@ def check_space(path: epath.PathLike, needed: int) -> None:
 def explaining_full_disk(
   path: epath.PathLike, needed: int | None = None
 ) -> Iterator[None]:
-  """A context that turns any report of a full disk into a `DiskFullError`.
-
-  Args:
-    path: the file that is written, or its folder.
-    needed: its size in bytes, if known.
-  """
+  """A context that turns any report of a full disk into a `disk_full`."""
   try:
     yield
   except Exception as error:

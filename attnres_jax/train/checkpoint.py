@@ -76,11 +76,8 @@ def restore_latest(
   """Reads the newest readable checkpoint; None if there are no checkpoints.
 
   Unreadable ones are moved to `checkpoints_set_aside/`. All processes of a run
-  must call this together, and agree on the same step.
-
-  Args:
-    workdir: of the run.
-    abstract_state: `jax.ShapeDtypeStruct`s with the shardings to restore to.
+  must call this together, and agree on the same step. `abstract_state` consists
+  of `jax.ShapeDtypeStruct`s with the shardings to restore to.
 
   Raises:
     CheckpointError: there are checkpoints, but none can be read, or one was
@@ -187,10 +184,7 @@ def read(
 ) -> dict[str, Any]:
   """Some arrays of a checkpoint, by path.
 
-  Args:
-    workdir: of the run.
-    step: of the checkpoint.
-    abstract: path -> `jax.ShapeDtypeStruct` with the sharding to restore to.
+  `abstract` has a `jax.ShapeDtypeStruct` for each, with its sharding.
 
   Raises:
     CheckpointError: it cannot be read, or has no such array of this shape.

@@ -37,44 +37,36 @@ class History:
     """Steps that need not be repeated."""
     return self.restored.step if self.restored else 0
 
-  def report(self, writer: metrics_lib.Writer) -> None:
-    """Writes an event for everything that is not as it should be."""
+  def report(
+    self, writer: metrics_lib.Writer, program: train_state.Program
+  ) -> None:
+    """Writes an event for everything that is not as it should be.
+
+    And the first event of an attempt: the work lost, what runs, and where.
+    """
     step, restored = self.step, self.restored
     for broken, cause in (restored.unreadable if restored else {}).items():
       writer.event(step, "checkpoint set aside", of_step=broken, cause=cause)
     if self.missing is not None:
       writer.event(step, "checkpoint missing", of_step=self.missing)
-
-
-def report_start(
-  writer: metrics_lib.Writer,
-  program: train_state.Program,
-  step: int,
-  rows: Rows,
-  resumes: bool,
-) -> None:
-  """Writes the first event of an attempt: the work lost, what runs, and where.
-
-  It begins with `step`, and `rows` are those of earlier attempts.
-  """
-  lost_steps, lost_seconds = goodput.lost(rows, step)
-  form = program.abstract_state.model.residual.form
-  reads = {"depth_reads": form} if form else {}
-  writer.event(
-    step,
-    "resume" if resumes else "start",
-    lost_steps=lost_steps,
-    lost_seconds=lost_seconds,
-    devices=program.mesh.size,
-    device_kind=program.mesh.devices.flat[0].device_kind,
-    processes=jax.process_count(),
-    hardware=environment.hardware(),
-    commit=environment.commit(),
-    jax=jax.__version__,
-    python=platform.python_version(),
-    time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    **reads,
-  )
+    lost_steps, lost_seconds = goodput.lost(self.rows, step)
+    form = program.abstract_state.model.residual.form
+    reads = {"depth_reads": form} if form else {}
+    writer.event(
+      step,
+      "resume" if restored else "start",
+      lost_steps=lost_steps,
+      lost_seconds=lost_seconds,
+      devices=program.mesh.size,
+      device_kind=program.mesh.devices.flat[0].device_kind,
+      processes=jax.process_count(),
+      hardware=environment.hardware(),
+      commit=environment.commit(),
+      jax=jax.__version__,
+      python=platform.python_version(),
+      time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+      **reads,
+    )
 
 
 def missing_checkpoint(

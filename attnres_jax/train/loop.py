@@ -186,7 +186,7 @@ def train_and_evaluate(
       run.writer.event(run.step, "stopped", signal=stop.received)
     summary = run_folder.summarise(
       workdir,
-      prepared.config,
+      run.config,
       status="stopped" if stopped else "finished",
       step=run.step,
       parameters=prepared.program.parameters,
@@ -202,7 +202,7 @@ def _restore(
   workdir: epath.Path, prepared: prepare_lib.Prepared
 ) -> history_lib.History | dict[str, Any]:
   """The folder's history, or the summary of a run that is finished."""
-  config = prepared.config
+  config = prepared.program.config
   run_folder.refuse_changes(workdir, config, prepared.descriptions)
   summary = run_folder.finished_summary(workdir, config.train.steps)
   if summary is not None and run_folder.is_described(workdir):
@@ -225,19 +225,19 @@ def _begin(
 
   The stack closes what is opened; `start` is when the attempt began.
   """
-  config, mesh, program = prepared.config, prepared.mesh, prepared.program
+  program = prepared.program
+  config, mesh = program.config, program.mesh
   datasets, step, restored = prepared.datasets, past.step, past.restored
   continues = config.train.start_from and not restored
   source = start_lib.find(config) if continues else None
   writer = run_folder.open_run(workdir, config, prepared.descriptions, step)
   stack.callback(writer.close)
-  past.report(writer)
   if processes.is_first():
     counts = datasets["train"].part_tokens
     lines = account.start_lines(config, workdir, program.parameters, counts)
     print(*lines, sep="\n", flush=True)
-  history_lib.report_start(writer, program, step, past.rows, bool(restored))
-  train_step, eval_step, depth_step = _compiled(prepared, writer, step)
+  past.report(writer, program)
+  train_step, eval_step, depth_step = _compiled(program, writer, step)
   if restored:
     state = restored.state
   elif source:
@@ -277,14 +277,13 @@ def _begin(
 
 
 def _compiled(
-  prepared: prepare_lib.Prepared, writer: metrics_lib.Writer, step: int
+  program: train_state.Program, writer: metrics_lib.Writer, step: int
 ) -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
   """The step, and functions that compile evaluation and depth step once.
 
   Several processes compile all at once, while a signal still ends them at once;
   one process those two when they are first used, after the first loss.
   """
-  program = prepared.program
   state, batch = program.abstract_state, program.batch_shapes
   make = functools.partial(compiling.compile_program, writer, step)
   later = lambda name, function: functools.cache(
@@ -295,7 +294,7 @@ def _compiled(
   depth_step = later("depth_step", program.depth_step)
   if jax.process_count() > 1:
     eval_step()
-    if prepared.config.train.depth_every:
+    if program.config.train.depth_every:
       depth_step()
   return train_step, eval_step, depth_step
 
@@ -304,16 +303,17 @@ def _evaluation(
   prepared: prepare_lib.Prepared, eval_step: Callable[[], Callable[..., Any]]
 ) -> Callable[[train_state.TrainState, bool], dict[str, float]]:
   """Losses of the averaged weights once there are any, else of the last."""
-  train, datasets = prepared.config.train, prepared.datasets
+  program, datasets = prepared.program, prepared.datasets
+  train = program.config.train
   at_end = train.eval_batches
   before = min(train.eval_sample or at_end, at_end)
   evaluator = functools.cache(
     lambda count: evaluate.Evaluator(
       count,
       datasets["validation"],
-      prepared.mesh,
+      program.mesh,
       eval_step(),
-      prepared.config.data.tokenizer == "bytes",
+      program.config.data.tokenizer == "bytes",
     )
   )
 

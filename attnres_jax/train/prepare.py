@@ -22,15 +22,12 @@ class Prepared:
   """A run that can begin.
 
   Attributes:
-    config: resolved, with its plan and the tokenizer's vocabulary.
-    mesh: of all devices.
     datasets: train and validation, as far as this process reads them.
     descriptions: of both, for data.json.
-    program: the state's shapes and the steps, not compiled.
+    program: the state's shapes and the steps, not compiled. Its config has the
+      plan and the tokenizer's vocabulary, its mesh all devices.
   """
 
-  config: config_lib.RunConfig
-  mesh: jax.sharding.Mesh
   datasets: dict[str, data.Dataset]
   descriptions: dict[str, dict[str, Any]]
   program: train_state.Program
@@ -48,11 +45,15 @@ def prepare(config: config_lib.RunConfig, plans: epath.PathLike) -> Prepared:
   config = config.with_vocab_size(vocab_size)
   config = plans_lib.resolve(config, jax.devices(), plans)
   mesh = sharding.make_mesh(config.mesh)
-  datasets = _open_data(config, mesh)
+  part, parts = sharding.share_of_rows(mesh, jax.process_index())
+  datasets = {
+    split: data.open_dataset(
+      config.data, split, process_index=part, process_count=parts
+    )
+    for split in ("train", "validation")
+  }
   data.check(config, datasets["train"])
   prepared = Prepared(
-    config,
-    mesh,
     datasets,
     {split: dataset.describe() for split, dataset in datasets.items()},
     train_state.make_program(config, mesh),
@@ -64,16 +65,3 @@ def prepare(config: config_lib.RunConfig, plans: epath.PathLike) -> Prepared:
     where = config.data.path or list(config.data.paths)
     config_lib.fail("data.path", where, "the same text on all hosts")
   return prepared
-
-
-def _open_data(
-  config: config_lib.RunConfig, mesh: jax.sharding.Mesh
-) -> dict[str, data.Dataset]:
-  """Both splits, as far as this process reads them."""
-  part, parts = sharding.share_of_rows(mesh, jax.process_index())
-  return {
-    split: data.open_dataset(
-      config.data, split, process_index=part, process_count=parts
-    )
-    for split in ("train", "validation")
-  }

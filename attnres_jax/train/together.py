@@ -282,7 +282,7 @@ class Group:
     writer = run_folder.open_run(
       workdir, config, descriptions, self.step, console=False
     )
-    history.report_start(writer, self.program, self.step, rows, bool(restored))
+    history.History(restored, rows, None).report(writer, self.program)
     log = step_log.StepLog(
       config, writer, self.program.mesh,
       fetch=lambda metrics: metrics, clock=lambda: self.seconds,
