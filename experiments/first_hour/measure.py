@@ -155,8 +155,8 @@ def tasks(platform: str, short: bool, folder: pathlib.Path) -> Iterator[Task]:
 
   def times(name: str, timed: Sequence[Any]) -> Iterator[Task]:
     for shape, way in itertools.product(dict.fromkeys(timed), problems.PASSES):
-      timing = call(operators, name, way, shape, kernel, short)
-      yield Task("operators", f"{name} {way} {shape}", timing)
+      task = call(operators, name, way, shape, kernel, short)
+      yield Task("operators", f"{name} {way} {shape}", task)
 
   first = (shapes.BLOCK_48B[-1], *shapes.STEP[:3])
   if short:

@@ -162,7 +162,7 @@ def _rate_tables(rows: Sequence[Row]) -> tuple[page.Table, ...]:
   """Every rate; losses and laws, each scheme at its own best rate."""
   return (
     losses_lib.best_marked(rows, "peak_lr", "size"),
-    losses_lib.at_their_best(rows, "peak_lr", "size"),
+    losses_lib.table(rows, "size", at="peak_lr"),
     laws(losses_lib.rows_at_their_best(rows, "peak_lr")),
   )
 

@@ -58,27 +58,38 @@ def frame(rows: Iterable[Row], without: Iterable[str] = ()) -> Frame:
   )
 
 
-def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
+def table(
+  rows: Sequence[Row], name: str = "setting", at: str = ""
+) -> page.Table:
   """A line per setting, a column per scheme.
 
   A cell has the mean over seeds and the mean difference from the baseline with
   the same seed, with its interval (`scaling.pairs`); in small print, the
   setting's tokens and rate, and every seed. N counts parameters outside
   embedding and head, of the scheme that has the fewest.
+
+  Args:
+    rows: of results.
+    name: of a setting.
+    at: a column: each scheme is at its own best value of it, which its cell has
+      in place of tokens, rate and N.
   """
-  runs = frame(rows)
+  runs = frame(rows_at_their_best(rows, at) if at else rows)
   schemes = runs["residual"].unique()
   lines = []
   for label, group in runs.groupby("setting", sort=False):
-    first = group.iloc[0]
-    small = (
-      f"{float(first['tokens']) / 1e6:.2f}M tokens",
-      f"rate {float(first['peak_lr']):g}",
-    )
-    smallest = group["active_params"].astype(int).min()
-    cells = [page.Cell(label or "all", small=small), f"{smallest:,}"]
-    lines.append(cells + [_cell(group, scheme) for scheme in schemes])
-  return page.Table([name, "N", *map(figures.name_of, schemes)], lines)
+    cells: list[Any] = [label or "all"]
+    if not at:
+      first = group.iloc[0]
+      small = (
+        f"{float(first['tokens']) / 1e6:.2f}M tokens",
+        f"rate {float(first['peak_lr']):g}",
+      )
+      smallest = group["active_params"].astype(int).min()
+      cells = [page.Cell(label or "all", small=small), f"{smallest:,}"]
+    lines.append(cells + [_cell(group, scheme, at) for scheme in schemes])
+  header = [name] if at else [name, "N"]
+  return page.Table([*header, *map(figures.name_of, schemes)], lines)
 
 
 def means(runs: Frame, arm: str | list[str], column: str) -> Frame:
@@ -112,23 +123,6 @@ def best_marked(
     for (label, scheme, best), row in arms.iterrows()
   ]
   return page.Table([name, "residual", *(f"{v:g}" for v in arms)], lines)
-
-
-def at_their_best(
-  rows: Sequence[Row], column: str, name: str = "setting"
-) -> page.Table:
-  """A line per setting, a column per scheme, each at its own best value.
-
-  A cell has the mean over seeds and the value, and the mean difference from the
-  baseline with the same seed, with its interval.
-  """
-  runs = frame(rows_at_their_best(rows, column))
-  schemes = runs["residual"].unique()
-  lines = [
-    [label or "all", *(_cell(group, scheme, column) for scheme in schemes)]
-    for label, group in runs.groupby("setting", sort=False)
-  ]
-  return page.Table([name, *map(figures.name_of, schemes)], lines)
 
 
 def rows_at_their_best(rows: Sequence[Row], column: str) -> list[Row]:

@@ -129,7 +129,7 @@ def _rates(rows: Sequence[Row]) -> page.Html:
     " table compares schemes at these. A best rate at an end of what was tried"
     " says that others beyond it may be better.</p>",
     every=losses.best_marked(rows, "peak_lr").html(),
-    best=losses.at_their_best(rows, "peak_lr").html(),
+    best=losses.table(rows, at="peak_lr").html(),
   )
 
 
