@@ -16,12 +16,19 @@ import sys
 
 from attnres_jax.sweep import cli
 
+
+def _render(*sweep):
+  from attnres_jax.sweep.pages import sweep_page  # There is something to draw.
+
+  return sweep_page.render(*sweep)
+
+
 EXPERIMENT = cli.Experiment(
   program="python -m attnres_jax.sweep",
   description=__doc__ or "",
   config=None,
   workdir=None,
-  render=cli.render_in("attnres_jax.sweep.pages.sweep_page"),
+  render=_render,
 )
 
 

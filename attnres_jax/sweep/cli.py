@@ -61,15 +61,6 @@ class Experiment:
   refresh_seconds: float = 60.0
 
 
-def render_in(module: str) -> Callable[[epath.Path, Sequence[Any]], str]:
-  """`render` of a module, imported once there is something to draw."""
-
-  def render(folder: epath.Path, progress: Sequence[Any]) -> str:
-    return importlib.import_module(module).render(folder, progress)
-
-  return render
-
-
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   options = make_parser(experiment).parse_args(argv)

@@ -2,43 +2,33 @@
 """The command of an experiment that is a sweep."""
 
 import pathlib
+from typing import Any
 
 from attnres_jax.sweep import cli
 
 
-def experiment(
-  file: str,
-  doc: str | None,
-  *,
-  config: str = "",
-  workdir: str = "",
-  launcher: str = "local",
-  refresh_seconds: float = 60.0,
-) -> cli.Experiment:
-  """The command in run.py of an experiment, or in another module.
+def experiment(file: str, doc: str | None, **others: Any) -> cli.Experiment:
+  """The command of a module in the folder of an experiment.
 
   Args:
-    file: of the module.
+    file: of the module, run.py or another one.
     doc: its docstring, which --help prints.
-    config: file with the sweep; config.py of the experiment by default.
-    workdir: of the sweep; runs/NAME by default.
-    launcher: by default.
-    refresh_seconds: between two reports of a launch.
+    **others: fields that are others than config.py in the folder, runs/NAME,
+      and the defaults of `cli.Experiment`.
   """
   path = pathlib.Path(file).absolute()
   name = path.parent.name
 
-  def render(folder, progress):
-    from experiments.pages import readme  # Once there is something to draw.
+  def render(*sweep):
+    from experiments.pages import readme  # There is something to draw.
 
-    return readme.load(name).render(folder, progress)
+    return readme.load(name).render(*sweep)
 
-  return cli.Experiment(
-    program=f"python -m experiments.{name}.{path.stem}",
-    description=doc or "",
-    config=config or f"experiments/{name}/config.py",
-    workdir=workdir or f"runs/{name}",
-    render=render,
-    launcher=launcher,
-    refresh_seconds=refresh_seconds,
-  )
+  fields: dict[str, Any] = {
+    "program": f"python -m experiments.{name}.{path.stem}",
+    "description": doc or "",
+    "config": f"experiments/{name}/config.py",
+    "workdir": f"runs/{name}",
+    "render": render,
+  }
+  return cli.Experiment(**fields | others)
