@@ -276,28 +276,23 @@ def needed(source: config_lib.Source | None) -> config_lib.Source:
   return source
 
 
+_CLUSTER = (
+  ("coordinator_address", str, "HOST:PORT", "of process 0"),
+  ("num_processes", fields_lib.Size, "N", "of the run"),
+  ("process_id", fields_lib.Count, "N", "index of this one, from 0"),
+)
+
+
 def add_cluster(parser: Parser) -> None:
   """Adds the flags of `connect`."""
   parser.add_argument(
     "--distributed", action="store_true", help="one of a run's processes"
   )
-  parser.add_argument(
-    "--coordinator_address",
-    when="distributed",
-    metavar="HOST:PORT",
-    help="of process 0; automatic on a pod",
-  )
-  for name, kind, help_text in (
-    ("num_processes", fields_lib.Size, "of the run; automatic on a pod"),
-    (
-      "process_id",
-      fields_lib.Count,
-      "index of this one, from 0; automatic on a pod",
-    ),
-  ):
+  for name, kind, metavar, words in _CLUSTER:
     parser.add_argument(
-      f"--{name}", type=kind, when="distributed", metavar="N", help=help_text
-    )
+      f"--{name}", type=kind, when="distributed", metavar=metavar,
+      help=f"{words}; automatic on a pod",
+    )  # fmt: skip
 
 
 def connect(options: argparse.Namespace) -> None:
@@ -313,21 +308,16 @@ def connect(options: argparse.Namespace) -> None:
   if not options.distributed:
     return
   fail = config_lib.fail_argument
-  names = "--coordinator_address, --num_processes, --process_id"
-  given = dict(
-    coordinator_address=options.coordinator_address,
-    num_processes=options.num_processes,
-    process_id=options.process_id,
-  )
+  given = {name: getattr(options, name) for name, *_ in _CLUSTER}
+  names = ", ".join(f"--{name}" for name in given)
   address, number, index = values = tuple(given.values())
-  if address is None or number is None or index is None:
-    if values != (None, None, None):
-      fail(names, values, "all three or, on a pod, none")
-  else:
+  if None not in values:
     if not 0 <= index < number:
       fail("--process_id", index, f"0 to {number - 1}")
     if not re.fullmatch(r".+:\d{1,5}", address):
       fail("--coordinator_address", address, "host:port")
+  elif values != (None, None, None):
+    fail(names, values, "all three or, on a pod, none")
   import jax
 
   try:

@@ -4,7 +4,6 @@
 import dataclasses
 from typing import Literal
 
-from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.config import residual as residual_lib
 
@@ -305,17 +304,15 @@ class ModelConfig(fields.Checked, prefix="model"):
     Networks of old runs, which have fewer blocks than they asked for, load.
     """
     number, depth = self.residual.num_blocks, self.num_sublayers
-    if number:
-      built = {-(-depth // size) for size in range(1, depth + 1)}
-      if number not in built:
-        lower = max((n for n in built if n < number), default=min(built))
-        upper = min((n for n in built if n > number), default=max(built))
-        errors.fail(
-          "model.residual.num_blocks",
-          number,
-          f"a number that a block size gives, such as {lower} or {upper} with"
-          f" the {depth} sublayers of model.num_layers={self.num_layers}",
-        )
+    built = {-(-depth // size) for size in range(1, depth + 1)}
+    lower = max((n for n in built if n < number), default=1)
+    upper = min((n for n in built if n > number), default=depth)
+    self.residual.require(
+      not number or number in built,
+      "num_blocks",
+      f"a number that a block size gives, such as {lower} or {upper} with the"
+      f" {depth} sublayers of model.num_layers={self.num_layers}",
+    )
 
   def _check_pattern(self):
     accepted = f"one to {self.num_layers} (model.num_layers) mixers"
@@ -338,20 +335,16 @@ class ModelConfig(fields.Checked, prefix="model"):
     )
     accepted = f"a divisor of model.num_heads={self.num_heads}"
     self.require(self.num_heads % self.kv_heads == 0, "num_kv_heads", accepted)
-    if self.rope_theta and self.head_size % 2 and not self.head_width:
-      errors.fail(
-        "model.width",
-        self.width,
-        f"a multiple of {2 * self.num_heads}, for an even width of each of the"
-        f" model.num_heads={self.num_heads} with rotary positions (or"
-        " model.head_width, or model.rope_theta=0)",
-      )
-    if self.rope_theta and self.head_size % 2:
-      errors.fail(
-        "model.head_width",
-        self.head_size,
-        "an even number with rotary positions (or model.rope_theta=0)",
-      )
+    fits = not self.rope_theta or self.head_size % 2 == 0
+    self.require(
+      fits or self.head_width,
+      "width",
+      f"a multiple of {2 * self.num_heads}, for an even width of each of the"
+      f" model.num_heads={self.num_heads} with rotary positions (or"
+      " model.head_width, or model.rope_theta=0)",
+    )
+    accepted = "an even number with rotary positions (or model.rope_theta=0)"
+    self.require(fits, "head_width", accepted)
 
   @property
   def num_sublayers(self) -> int:

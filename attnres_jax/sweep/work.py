@@ -59,13 +59,11 @@ def run(
   """
   described = folder_lib.read_run(folder, name)
   workdir = epath.Path(folder) / name
-  begun = None
+  attempt, over = None, -1
   if processes.is_first():
-    begun = _begin(workdir, patience_seconds)
-  over = begun if isinstance(begun, Exit) else -1
+    attempt, over = _begin(workdir, patience_seconds)
   if (over := processes.number_of_first(over)) >= 0:
     return Exit(over)
-  attempt = None if isinstance(begun, Exit) else begun
   result, error = _train(described, workdir, attempt)
   if result == Exit.NEVER and not processes.all_come(f"{name} is refused"):
     # The input of this process alone: the others wait for it in vain.
@@ -168,22 +166,22 @@ def _claim_of(folder: epath.PathLike, name: str) -> str:
 
 def _begin(
   workdir: epath.Path, patience_seconds: float
-) -> state_lib.Attempt | Exit:
-  """An attempt, or the exit status without one."""
+) -> tuple[state_lib.Attempt | None, int]:
+  """An attempt, and -1, or the exit status without one."""
   deadline = time.monotonic() + patience_seconds
   while True:
     try:
       attempt = state_lib.begin(workdir)
     except (config_lib.ConfigError, OSError) as error:
       _say(f"error: {error}")
-      return exits.of_error(error)
+      return None, exits.of_error(error)
     if attempt is not None:
-      return attempt
+      return attempt, -1
     if state_lib.read(workdir).status == state_lib.DONE:
-      return Exit.DONE
+      return None, Exit.DONE
     if time.monotonic() >= deadline:
       _say(f"{workdir.name}: another worker is training it")
-      return Exit.AGAIN
+      return None, Exit.AGAIN
     time.sleep(claims.HEARTBEAT_SECONDS)
 
 

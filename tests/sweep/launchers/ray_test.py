@@ -61,7 +61,7 @@ def test_a_worker_that_is_refused_alone_ends_its_gang(monkeypatch, come):
   never = exits.Exit.NEVER
   work = launcher.work
   monkeypatch.setattr(work.folder_lib, "read_run", lambda *_: None)
-  monkeypatch.setattr(work, "_begin", lambda *_: None)
+  monkeypatch.setattr(work, "_begin", lambda *_: (None, -1))
   monkeypatch.setattr(work, "_train", lambda *_: (never, ""))
   monkeypatch.setattr(work.processes, "all_come", lambda _: come)
   expected = contextlib.nullcontext()
