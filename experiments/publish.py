@@ -46,13 +46,17 @@ def _main(options: argparse.Namespace) -> None:
   files = dict.fromkeys(part.rows for part in published.parts)
   config_lib.choose("--to", options.to, files)
   committed, rows = published.read(options.to), _rows(options.adopt)
-  # Columns that all committed rows fill.
-  needed = set(committed[0] if committed else ())
-  needed &= {n for n in needed if all(row[n] for row in committed)}
-  lacking = sorted(needed.difference(*rows[:1]))
-  if lacking or not rows:
-    columns = f" and a column {', '.join(lacking)}" * bool(lacking)
-    config_lib.fail_argument("--adopt", options.adopt, f"rows{columns}")
+  if not rows:
+    config_lib.fail_argument("--adopt", options.adopt, "a file with rows")
+  lacking = ", ".join(
+    name
+    for name in (committed or [{}])[0]
+    if name not in rows[0] and all(row[name] for row in committed)
+  )
+  if lacking:
+    config_lib.fail_argument(
+      "--adopt", options.adopt, f"rows with a column {lacking}"
+    )
   if options.add:
     runs = {row.get("run") for row in rows}  # Others have no such column.
     texts = {row.get("data") for row in rows}
