@@ -111,7 +111,9 @@ class Published:
     self, groups: Iterable[Any], key: Sequence[str], out: str = ""
   ) -> list[Any]:
     """Groups of cells of `key` of which a file of `measure` has no row."""
-    rows = csv_rows.read(out or self.folder / "results.csv", missing_ok=True)
+    path = out or self.folder / "results.csv"
+    files.check_output("--out", path, key)
+    rows = csv_rows.read(path, missing_ok=True)
     done = {tuple(row[name] for name in key) for row in rows}
     return [group for group in groups if tuple(map(str, group)) not in done]
 
