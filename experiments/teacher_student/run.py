@@ -70,7 +70,7 @@ def _main(options: argparse.Namespace) -> None:
     for student in toy.STUDENTS
   ]
   missing = report.PUBLISHED.missing(groups, _KEY, options.out)
-  made = (rows(*x[:3], SIZES) for x in tqdm.tqdm(missing, unit="group"))
+  made = (rows(*x[:3], sizes=SIZES) for x in tqdm.tqdm(missing, unit="group"))
   report.PUBLISHED.measure(
     itertools.chain.from_iterable(made), _KEY, options.out
   )
