@@ -11,6 +11,7 @@ import itertools
 from typing import Any
 
 from etils import epath
+import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
@@ -27,6 +28,8 @@ from attnres_jax.train import run_folder
 
 Row = Mapping[str, Any]
 
+# The share of a run's steps that other programs disturb least.
+_QUICKEST = 0.1
 # Columns of the attempt that finished a run.
 _ORIGIN = ("hardware", "commit", "python", "jax")
 # Columns before the results that differ between runs of one size.
@@ -43,7 +46,9 @@ def of_run(
 
   Every override has a column of its name; `active_params` excludes embedding
   and head; compute is in PFLOP/s-days; `step_bytes` are the arguments and
-  temporaries of the compiled step on one device.
+  temporaries of the compiled step on one device. `step_seconds` is the median
+  of the logged ones, and a tenth of them is below `quick_step_seconds`: what a
+  step takes if no other program is on the machine.
 
   Raises:
     DamagedError: a file of the run is missing or damaged.
@@ -63,11 +68,14 @@ def of_run(
     evaluated = [row for row in metric_rows if row["split"] == "validation"]
     last_weights = (evaluated or [{}])[-1].get("last_weights_loss")
     memory = step_bytes(metric_rows)
+    steps = [r["step_seconds"] for r in metric_rows if r["split"] == "train"]
+    quick = float(np.quantile(steps, _QUICKEST)) if steps else None
   outcome = {
     "validation_loss": f"{summary.validation_loss:.6f}",
     "train_loss": _number(summary.train_loss, ".6f"),
     "peak_lr": config.optim.peak_lr,
     "step_seconds": _number(summary.step_seconds, ".4g"),
+    "quick_step_seconds": _number(quick, ".4g"),
     "step_bytes": _number(memory, "d"),
   }
   if last_weights is not None:

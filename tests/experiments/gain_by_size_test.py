@@ -9,6 +9,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import csv_rows
 from attnres_jax.scaling import architecture
+from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import grid
 from experiments.gain_by_size import config
 from experiments.gain_by_size import corpus
@@ -90,16 +91,18 @@ def test_a_corpus_is_made_on_a_disk(capsys):
 def _rows(sizes):
   for size in sizes:
     price = 20 * config.SIZES[size].parameters ** 2 * 1e-12
+    tokens = 1000 * config.SIZES[size].batch * config.LENGTH
     for scheme in config.SCHEMES:
       for seed in range(4):
         worth = WORTH if scheme == "block_attnres" else 1.0
         loss = (price * worth) ** -EXPONENT + 1e-5 * (seed % 7)
         yield {
-          "size": size, "residual": scheme, "seed": str(seed), "tokens": "1000",
+          "size": size, "residual": scheme, "seed": str(seed),
+          "tokens": str(tokens),
           "peak_lr": "0.001", "validation_loss": f"{loss:.9f}",
           "compute_attention": f"{price:.6g}", "seconds": "1", "data": "d",
-          "training_seconds":
-            f"{100 * price * (SLOWER if worth > 1 else 1):.6g}",
+          "quick_step_seconds":
+            f"{0.1 * price * (SLOWER if worth > 1 else 1):.6g}",
           "device": "1 x cpu", "hardware": "cpu", "commit": "c",
           "python": "p", "jax": "j",
         }  # fmt: skip
@@ -110,7 +113,7 @@ def test_what_a_gain_is_worth():
   by_flops = report.worth(rows, "block_attnres", "compute_attention")
   assert by_flops.value == pytest.approx(WORTH, rel=0.01)
   # Slower steps cost what they cost, and no more.
-  by_time = report.worth(rows, "block_attnres", "training_seconds")
+  by_time = report.worth(rows, "block_attnres", "quiet_seconds")
   assert by_time.value == pytest.approx(WORTH / SLOWER, rel=0.01)
   text = report.answer(rows)
   assert (
@@ -122,13 +125,19 @@ def test_what_a_gain_is_worth():
   assert report.figure(rows).axes[1].get_xlabel() == "seconds of 1 x cpu"
 
 
+@pytest.mark.parametrize("high", [None, float("nan"), 1e9])
+def test_an_end_of_an_interval_may_be_unknown(high):
+  times = fit_lib.Estimate(1.1, 0.9, high)
+  assert report.interval(times) == "[0.90, ?]"
+
+
 def test_two_sizes_or_two_devices_have_no_law():
   rows = list(_rows(["0.25m", "1m"]))
   assert "Three sizes make a law" in report.answer(rows)
   rows = list(_rows(["0.25m", "1m", "4m"]))
   for row in rows:
     row["device"] = f"1 x {row['size']}"
-  assert report.worth(rows, "block_attnres", "training_seconds") is None
+  assert report.worth(rows, "block_attnres", "quiet_seconds") is None
   assert report.worth(rows, "block_attnres", "compute_attention") is not None
 
 
