@@ -55,12 +55,12 @@ class Writer:
     self._file: Any = None
     if self._path is None:
       return
-    is_kept = lambda r: r["split"] == "event" or r["step"] <= resume_step
+    stays = lambda r: r["split"] == "event" or r["step"] <= resume_step
     rows = _lines_of(self._path, lenient=True)
-    kept = b"".join(line + b"\n" for line, row in rows if is_kept(row))
-    if not self._path.exists() or files.read(self._path) != kept:
-      files.write(self._path, kept)
-    self._content = bytearray(kept)
+    content = b"".join(line + b"\n" for line, row in rows if stays(row))
+    if not self._path.exists() or files.read(self._path) != content:
+      files.write(self._path, content)
+    self._content = bytearray(content)
     if not files.is_remote(self._path):
       # Unbuffered: a row that a full disk refused must not come back later.
       self._file = open(self._path, "ab", buffering=0)
