@@ -97,7 +97,9 @@ def _share(
         code = process.poll()
         if code is None or code == 0:
           continue
-        assert code in (1, 4, -signal.SIGKILL), logs[i].read_text()[-5000:]
+        # A signal before the first step of a run ends the process by itself.
+        by_signal = [-kind for kind in kinds]
+        assert code in (1, 4, *by_signal), logs[i].read_text()[-5000:]
         # As a launcher does; the first one continues on other devices.
         devices = 2 if devices == 1 else 1
         processes[i] = _start(folder, logs[i], devices)
