@@ -133,7 +133,7 @@ class Unpipelined:
   def kept_bytes(self, model):
     """What `model.remat="full"` keeps of a microbatch (section 4.1).
 
-    The running states that the scheme marks, and other blocks. The sublayer
+    The states and outputs that the scheme marks, and other blocks. The sublayer
     that is being differentiated needs more.
     """
     if self.config.model.remat != "full":
