@@ -19,7 +19,7 @@ class RunError(RuntimeError):
 
 
 def without_jax_notes(error: BaseException) -> list[str]:
-  """The notes of an error, without those of JAX, which are removed.
+  """The notes of an error; removes the notes of JAX.
 
   Below a line of dashes, JAX says that it hides its frames.
   """

@@ -60,8 +60,9 @@ class Writer:
     content = b"".join(line + b"\n" for line, row in rows if stays(row))
     if not self._path.exists() or files.read(self._path) != content:
       files.write(self._path, content)
-    self._content = bytearray(content)
-    if not files.is_remote(self._path):
+    if files.is_remote(self._path):
+      self._content = bytearray(content)
+    else:
       # Unbuffered: a row that a full disk refused must not come back later.
       self._file = open(self._path, "ab", buffering=0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work on each device's part, for what the compiler cannot partition."""
+"""Functions of each device's part, which the compiler cannot partition."""
 
 from collections.abc import Callable, Sequence
 import contextlib
@@ -147,9 +147,9 @@ def by_copies(
 ) -> Callable[[Any, Any], Any]:
   """Makes the devices along `data` compute `function(shared, rows)` apart.
 
-  They have copies of all parameters. The gradients of many microbatches are
-  then added up on each device, and sent once, where each microbatch would send
-  its own. Within, `by_shards` splits over the other axes.
+  They have copies of all parameters. Each device then adds up the gradients of
+  all microbatches and sends the sum once; otherwise every microbatch would send
+  gradients. Within, `by_shards` splits over the other axes.
 
   Args:
     function: its `shared` are parameters, and leaves of `rows` [B, ...].
