@@ -190,19 +190,11 @@ def _write_splits(
       ):
         if encoded.number >= writers[encoded.split].next_document:
           if writers[encoded.split].add(encoded):
-            written = sum(w.total("count") for w in writers.values())
+            written = sum(w.written().tokens for w in writers.values())
             bar.set_postfix_str(f"{written:,} tokens written")
     for split in splits:
       writers[split].flush()
-  return {
-    split: token_files.Split(
-      writer.total("documents"),
-      writer.total("bytes"),
-      writer.total("count"),
-      tuple(writer.files),
-    )
-    for split, writer in writers.items()
-  }
+  return {split: writer.written() for split, writer in writers.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,32 +207,47 @@ class Shard(token_files.Sidecar):
   next_document: records.Bytes
 
 
-@dataclasses.dataclass
 class _ShardWriter:
-  """Collects documents and writes them as the next shard of a split."""
+  """Collects documents and writes them as the next shard of a split.
 
-  _folder: epath.Path
-  _split: str
-  _tokenizer: dict[str, Any]
-  _shard_tokens: int
+  Attributes:
+    shards: sidecars of the complete shards, from an earlier call too.
+  """
 
-  def __post_init__(self):
-    self._sidecars = _whole_shards(self._folder, self._split)
+  def __init__(
+    self,
+    folder: epath.Path,
+    split: str,
+    tokenizer: dict[str, Any],
+    shard_tokens: int,
+  ):
+    self._folder, self._split = folder, split
+    self._tokenizer, self._shard_tokens = tokenizer, shard_tokens
+    self.shards: list[Any] = []
+    while self._path("json").is_file():
+      name = self._path("bin").name
+      file = paths.File("data.path", name, folder / name)
+      self.shards.append(token_files.read_header(file, Shard).header)
     self._documents: list[sources.EncodedDocument] = []
     self._gathered = 0
 
-  @property
-  def files(self) -> list[str]:
-    names = (_shard_name(self._split, i) for i in range(len(self._sidecars)))
-    return [f"{name}.bin" for name in names]
+  def _path(self, suffix: str) -> epath.Path:
+    """Of the next shard."""
+    return self._folder / f"{self._split}-{len(self.shards):05d}.{suffix}"
 
   @property
   def next_document(self) -> int:
     """The first document that no complete shard covers."""
-    return self._sidecars[-1].next_document if self._sidecars else 0
+    return self.shards[-1].next_document if self.shards else 0
 
-  def total(self, key: str) -> int:
-    return sum(getattr(sidecar, key) for sidecar in self._sidecars)
+  def written(self) -> token_files.Split:
+    """What the complete shards hold together."""
+    documents, num_bytes, tokens = (
+      sum(getattr(shard, name) for shard in self.shards)
+      for name in ("documents", "bytes", "count")
+    )
+    names = (f"{self._split}-{i:05d}.bin" for i in range(len(self.shards)))
+    return token_files.Split(documents, num_bytes, tokens, tuple(names))
 
   def add(self, document: sources.EncodedDocument) -> bool:
     """Takes a document; returns whether it completes a shard."""
@@ -257,7 +264,7 @@ class _ShardWriter:
       return
     ids = np.concatenate([document.ids for document in self._documents])
     content = ids.tobytes()
-    sidecar = Shard(
+    shard = Shard(
       dtype=ids.dtype.name,  # pyrefly: ignore[bad-argument-type]
       count=len(ids),
       vocab_size=self._tokenizer["vocab_size"],
@@ -268,27 +275,10 @@ class _ShardWriter:
       bytes=sum(len(document.text) for document in self._documents),
       next_document=self._documents[-1].number + 1,
     )
-    name = _shard_name(self._split, len(self._sidecars))
-    files_lib.write(self._folder / f"{name}.bin", content)
-    records.write(self._folder / f"{name}.json", sidecar)
-    self._sidecars.append(sidecar)
+    files_lib.write(self._path("bin"), content)
+    records.write(self._path("json"), shard)
+    self.shards.append(shard)
     self._documents, self._gathered = [], 0
-
-
-def _whole_shards(folder: epath.Path, split: str) -> list[Shard]:
-  """Sidecars of the shards that an earlier call finished."""
-  shards = []
-  while (folder / f"{_shard_name(split, len(shards))}.json").is_file():
-    name = _shard_name(split, len(shards))
-    token_files.read_header(
-      paths.File("data.path", f"{name}.bin", folder / f"{name}.bin")
-    )
-    shards.append(records.read(folder / f"{name}.json", Shard))
-  return shards
-
-
-def _shard_name(split: str, index: int) -> str:
-  return f"{split}-{index:05d}"
 
 
 if __name__ == "__main__":

@@ -31,8 +31,6 @@ TEXT_SOURCES = ("jsonl", "parquet", "stdlib", "text")
 # times the memory. A longer document is not cut: its ids would be others, since
 # tokenizers look at what is before a word.
 _ENCODE_BYTES = 1 << 20
-# Number, split and text of a document.
-_Numbered = tuple[int, str, bytes]
 
 
 class Opened(NamedTuple):
@@ -152,7 +150,7 @@ def encode(
   is_small = tokenizer.vocab_size <= 1 << 16
   dtype = token_files.DTYPES["uint16" if is_small else "uint32"]
   separator = np.asarray([tokenizer.separator_id], dtype)
-  for batch in _batches(_numbered(opened, splits, start, bar)):
+  for batch in _batches(opened, splits, start, bar):
     encoded = tokenizer.encode_batch([text for *_, text in batch])
     for document, ids in zip(batch, encoded, strict=True):
       with_separator = np.concatenate([separator, ids.astype(dtype)])
@@ -176,32 +174,19 @@ def _by_hash(config: config_lib.DataConfig, source: Any) -> dict[str, Opened]:
   return dict.fromkeys(documents.SPLITS, Opened(source, fraction, rule))
 
 
-def _split_of(
-  document: documents.Document, opened: Opened, splits: Sequence[str]
-) -> str | None:
-  """The one of `splits` to which a document belongs."""
-  if opened.fraction is None:
-    return splits[0]
-  split = documents.split_of(document.key, opened.fraction)
-  return split if split in splits else None
-
-
-def _numbered(
+def _batches(
   opened: Opened, splits: Sequence[str], start: int, bar: tqdm.tqdm
-) -> Iterator[_Numbered]:
-  """Yields the documents of splits that have a text."""
+) -> Iterator[list[tuple[int, str, bytes]]]:
+  """Number, split and text of the documents of splits that have a text."""
+  batch, size = [], 0
   for number, document in enumerate(opened.documents.iterate(start), start):
     bar.update()
-    split = _split_of(document, opened, splits)
-    if document.text and split is not None:
-      yield number, split, document.text
-
-
-def _batches(texts: Iterator[_Numbered]) -> Iterator[list[_Numbered]]:
-  batch, size = [], 0
-  for numbered in texts:
-    batch.append(numbered)
-    size += len(numbered[-1])
+    split = splits[0]
+    if opened.fraction is not None:
+      split = documents.split_of(document.key, opened.fraction)
+    if document.text and split in splits:
+      batch.append((number, split, document.text))
+      size += len(document.text)
     if size >= _ENCODE_BYTES:
       yield batch
       batch, size = [], 0

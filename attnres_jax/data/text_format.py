@@ -15,14 +15,13 @@ origins:
 
 - A run of ours: the tokenizer's separator opens and ends every document.
 - An imported checkpoint, which is a vocabulary file with an `interop.json`
-  beside it: tokenizer.json says what opens a text. What ends it is the
-  `eos_token_id` of generation_config.json, or else of config.json (which
-  interop.json repeats), or else the `eos_token` of tokenizer_config.json or
-  special_tokens_map.json. Decoding skips special tokens. All of this is what
-  transformers does.
+  beside it: tokenizer.json says what opens a text and which tokens are special.
+  What ends it is the `eos_token_id` of generation_config.json, or else of
+  config.json (which interop.json repeats). Decoding skips special tokens. So
+  does transformers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import os
 from typing import Any
@@ -39,11 +38,12 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # A character that is not complete has at most three bytes, and a decoder shows
 # at most one of these for each.
 _MAX_UNKNOWN = 3
+# How many earlier ids a decoder looks at: the text of a token may depend on
+# them, and bytes of one character on each other.
+_CONTEXT = 1024
 _IMPORTED = "interop.json"
-_NAMES = (
-  "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
-  "mask_token",
-)  # fmt: skip
+# In order of preference. Of a run of ours, config.json has none of the keys.
+_CONFIGS = "generation_config.json", _IMPORTED, "config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,57 +118,33 @@ class Decoder:
   ):
     """Decodes what follows the ids `before`."""
     self._tokenizer = tokenizer
-    # Decoding may depend on earlier tokens: the window begins with one that
-    # is text by itself. Of the window's text, `_shown` characters are released.
-    start = len(before)
-    while start and not self._is_anchor(before[start - 1]):
-      start -= 1
-    window = before[max(start - 1, 0) :]
-    self._ids = [id for id in window if not tokenizer.skips(id)]
-    self._shown = 0
-    # Until something is released: what is in common depends on what follows.
-    self._before: str | None = tokenizer.decode(self._ids)
+    self._ids = list(before[-_CONTEXT:])
+    self._before = tokenizer.decode(self._ids)
+    # Characters of the text of all ids; None until some are released.
+    self._shown: int | None = None
 
   def add(self, id: int) -> str:
     """What another id makes certain; may be empty."""
-    if self._tokenizer.skips(id):
-      return ""
     self._ids.append(id)
-    if id in self._tokenizer.run_ids:
+    if id in self._tokenizer.run_ids or self._tokenizer.skips(id):
       return ""
-    now = certain = self._tokenizer.decode(self._ids)
-    if not self._tokenizer.run_ids:
-      for _ in range(_MAX_UNKNOWN):
-        certain = certain.removesuffix(_UNKNOWN)
-    more = self._released(certain)
-    if certain == now and self._is_anchor(id):
-      self._ids, self._before = [id], None
-      certain = self._tokenizer.decode(self._ids)
-      self._shown = 0
-    self._shown = max(self._shown, len(certain))
-    return more
+    return self._release(_MAX_UNKNOWN)
 
   def end(self) -> str:
     """The rest of the text, once there are no more ids."""
-    now = self._tokenizer.decode(self._ids)
-    more, self._shown = self._released(now), len(now)
-    return more
+    return self._release(0)
 
-  def _released(self, text: str) -> str:
-    """The part of the window's text that is not yet released."""
-    if self._before is not None:
-      self._shown = len(os.path.commonprefix([self._before, text]))
-    more = text[self._shown :]
+  def _release(self, most_unknown: int) -> str:
+    text = self._tokenizer.decode(self._ids)
+    shown = self._shown
+    if shown is None:  # What is in common depends on what follows.
+      shown = len(os.path.commonprefix([self._before, text]))
+    for _ in range(most_unknown):
+      text = text.removesuffix(_UNKNOWN)
+    more = text[shown:]
     if more:
-      self._before = None
+      self._shown = len(text)
     return more
-
-  def _is_anchor(self, id: int) -> bool:
-    """Whether a token is text by itself, whatever stands before it."""
-    if self._tokenizer.skips(id) or id in self._tokenizer.run_ids:
-      return False
-    text = self._tokenizer.decode([id])
-    return bool(text) and _UNKNOWN not in text
 
 
 def of_tokenizer(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
@@ -209,112 +185,50 @@ def of_checkpoint(
 
   Args:
     config: names the tokenizer and its vocabulary file.
-    folder: with tokenizer_config.json, special_tokens_map.json,
-      generation_config.json, and config.json or interop.json; any may be
-      absent.
+    folder: with generation_config.json, and config.json or interop.json; any
+      may be absent.
 
   Raises:
     ConfigError: a file cannot be read, or a value cannot be used.
     ImportError: the tokenizer's library is not installed.
   """
-  described = _Described(epath.Path(folder))
   opening: tuple[int, ...] = ()
-  named: dict[str, int | None] = {}
   if config.tokenizer == "hf":
-    tokenizer = _Imported(config, described)
+    tokenizer = _Imported(config)
     opening = tokenizer.opening
-    for role, text in described.names().items():
-      named[role] = tokenizer.id_of(text)
   else:
     tokenizer = tokenizer_lib.make_tokenizer(config)
-  ends, begins = (
-    described.ids(key) for key in ("eos_token_id", "bos_token_id")
+  files = {}
+  for name in _CONFIGS:
+    path = epath.Path(folder) / name
+    if path.exists():
+      values = records.read_object(path)
+      files[path] = values.get("config", {}) if name == _IMPORTED else values
+  ends, begins, pads = (
+    _ids(files, f"{role}_token_id") for role in ("eos", "bos", "pad")
   )
-  if not ends and named.get("eos_token") is not None:
-    ends = (named["eos_token"],)
-  bos_id = named.get("bos_token")
-  if bos_id is None and begins:
-    bos_id = begins[0]
-  pads = described.ids("pad_token_id")
   return TextFormat(
-    tokenizer,
-    opening,
-    ends,
-    bos_id,
-    named.get("pad_token", pads[0] if pads else None),
+    tokenizer, opening, ends, next(iter(begins), None), next(iter(pads), None),
     imported=True,
-  )
+  )  # fmt: skip
 
 
-class _Described:
-  """What the files of a checkpoint say beside its vocabulary."""
-
-  def __init__(self, folder: epath.Path):
-    self._folder = folder
-    imported = self._read(_IMPORTED).get("config", {})
-    # Of a run of ours, config.json is the run's own configuration.
-    config = "config.json"
-    self._configs = {
-      "generation_config.json": self._read("generation_config.json"),
-      **({_IMPORTED: imported} if imported else {config: self._read(config)}),
-    }
-    newer = self._read("tokenizer_config.json").items()
-    self.tokenizer = self._read("special_tokens_map.json") | {
-      key: value for key, value in newer if value is not None
-    }
-
-  def ids(self, key: str) -> tuple[int, ...]:
-    """The ids of the first file that has the key: a number or a list."""
-    for file, values in self._configs.items():
-      value = values.get(key)
-      if value is None:
-        continue
-      value = value if isinstance(value, list) else [value]
-      # transformers writes -1 for none.
-      value = [id for id in value if id != -1]
-      for id in value:
-        fields.accept(f"{self._folder / file}: {key}", id, fields.Count)
-      # A network may have more tokens than its vocabulary file.
-      return tuple(dict.fromkeys(value))
-    return ()
-
-  def names(self) -> dict[str, str]:
-    """Text of special tokens by their role."""
-    texts = {
-      role: _content(value)
-      for role in _NAMES
-      if (value := self.tokenizer.get(role)) is not None
-    }
-    for role, text in texts.items():
-      if not isinstance(text, str):
-        where = self._folder / "tokenizer_config.json"
-        config_lib.fail_argument(
-          f"{where}: {role}", text, "the text of a token"
-        )
-    return texts
-
-  def special(self) -> set[str]:
-    """Texts of tokens that these files call special, whatever their role."""
-    named, added = (
-      value if isinstance(value := self.tokenizer.get(key), dict) else {}
-      for key in ("extra_special_tokens", "added_tokens_decoder")
-    )
-    special = [
-      token
-      for token in added.values()
-      if isinstance(token, dict) and token.get("special")
-    ]
-    texts = map(_content, [*named.values(), *special])
-    return {*self.names().values(), *(t for t in texts if isinstance(t, str))}
-
-  def _read(self, name: str) -> dict[str, Any]:
-    path = self._folder / name
-    return records.read_object(path) if path.exists() else {}
-
-
-def _content(token: Any) -> Any:
-  """The text of a token, which may be an object with a `content`."""
-  return token.get("content") if isinstance(token, dict) else token
+def _ids(
+  files: Mapping[epath.Path, Mapping[str, Any]], key: str
+) -> tuple[int, ...]:
+  """The ids of the first file that has the key: a number or a list."""
+  for path, values in files.items():
+    value = values.get(key)
+    if value is None:
+      continue
+    value = value if isinstance(value, list) else [value]
+    # transformers writes -1 for none.
+    value = [id for id in value if id != -1]
+    for id in value:
+      fields.accept(f"{path}: {key}", id, fields.Count)
+    # A network may have more tokens than its vocabulary file.
+    return tuple(dict.fromkeys(value))
+  return ()
 
 
 class _Imported(tokenizer_lib.HuggingFaceTokenizer):
@@ -324,24 +238,12 @@ class _Imported(tokenizer_lib.HuggingFaceTokenizer):
     opening: ids before every text.
   """
 
-  def __init__(self, config: config_lib.DataConfig, described: _Described):
+  def __init__(self, config: config_lib.DataConfig):
     super().__init__(config)
-    tokenizer = self._tokenizer
-    # Other files make tokens special even if tokenizer.json does not.
-    added = tokenizer.get_added_tokens_decoder().values()
-    special_texts = {token.content for token in added if token.special}
-    tokenizer.add_special_tokens(
-      [
-        text
-        for text in sorted(described.special())
-        if text not in special_texts and tokenizer.token_to_id(text) is not None
-      ]
-    )
-    special = tokenizer.get_added_tokens_decoder().items()
-    self._text_ids = {*tokenizer.get_vocab(with_added_tokens=True).values()} - {
-      id for id, token in special if token.special
-    }
-    encoded = tokenizer.encode("a")
+    special = self._tokenizer.get_added_tokens_decoder().items()
+    ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+    self._text_ids = {*ids} - {id for id, token in special if token.special}
+    encoded = self._tokenizer.encode("a")
     mask = encoded.special_tokens_mask
     self.opening = tuple(encoded.ids[: mask.index(0) if 0 in mask else 0])
 
@@ -352,10 +254,6 @@ class _Imported(tokenizer_lib.HuggingFaceTokenizer):
 
   def skips(self, id: int) -> bool:
     return id not in self._text_ids
-
-  def id_of(self, text: str) -> int | None:
-    """The id of a token, if the vocabulary has it."""
-    return self._tokenizer.token_to_id(text)
 
   def name_of(self, id: int) -> str | None:
     """The token of an id, if the vocabulary has it."""

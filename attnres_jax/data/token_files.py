@@ -93,16 +93,11 @@ class Dataset(records.Record):
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-  """One file, with what its sidecar or header says about it."""
+  """One file of `count` ids, with its sidecar."""
 
   file: paths.File
-  dtype: str
+  header: Sidecar
   count: int
-  header_bytes: int = 0
-  vocab_size: int | None = None
-  separator_id: int | None = None
-  tokenizer: dict[str, Any] | None = None
-  sha256: str | None = None
 
   def __len__(self) -> int:
     return self.count
@@ -114,14 +109,13 @@ class TokenFile:
       DataError: the file is gone, or its size has changed.
       OSError: a disk or network fails, or the disk of the copies is full.
     """
-    dtype = DTYPES[self.dtype]
     start, stop, _ = where.indices(self.count)
-    span_bytes = max(0, stop - start) * dtype.itemsize
+    span_bytes = max(0, stop - start) * self.dtype.itemsize
+    offset = self.num_bytes - (self.count - start) * self.dtype.itemsize
     path = self.file.path
     try:
       with open(self._local, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        offset = self.header_bytes + start * dtype.itemsize
         content = os.pread(file.fileno(), span_bytes, offset)
     except FileNotFoundError as error:
       raise packing.DataError(f"{path}: {error.strerror}") from error
@@ -133,11 +127,15 @@ class TokenFile:
       raise packing.DataError(
         f"{path}: has {size} bytes now, {self.num_bytes} when it was opened"
       )
-    return np.frombuffer(content, dtype)
+    return np.frombuffer(content, self.dtype)
+
+  @property
+  def dtype(self) -> np.dtype:
+    return DTYPES[self.header.dtype]
 
   @property
   def num_bytes(self) -> int:
-    return self.header_bytes + self.count * DTYPES[self.dtype].itemsize
+    return (self.header.header_bytes or 0) + self.count * self.dtype.itemsize
 
   @functools.cached_property
   def _local(self) -> str:
@@ -157,7 +155,7 @@ def open_tokens(
   for file in files:
     _check_tokenizer(config, file, tokenizer)
   in_full = sum(file.num_bytes for file in files) <= _FULL_SCAN_BYTES
-  stated = all(file.separator_id is not None for file in files)
+  stated = all(file.header.separator_id is not None for file in files)
   return packing.Tokens(
     files,
     vocab_size=tokenizer.vocab_size,
@@ -174,19 +172,20 @@ def declared_vocabulary(
   config: config_lib.DataConfig,
 ) -> tuple[int, int | None]:
   """The vocabulary size and separator that the training files declare."""
-  files = [
-    file for part in config.each_path() for file in find(part, documents.TRAIN)
-  ]
-  for file in files:
-    if file.vocab_size is None:
-      config_lib.fail(
-        "data.tokenizer",
-        "ids",
-        'token files that declare their "vocab_size"'
-        f" ({file.file.path} does not)",
-      )
-  separators = [f.separator_id for f in files if f.separator_id is not None]
-  return max(f.vocab_size or 1 for f in files), min(separators, default=None)
+  sizes, separators = [], []
+  for part in config.each_path():
+    for file in find(part, documents.TRAIN):
+      if file.header.vocab_size is None:
+        config_lib.fail(
+          "data.tokenizer",
+          "ids",
+          'token files that declare their "vocab_size"'
+          f" ({file.file.path} does not)",
+        )
+      sizes.append(file.header.vocab_size)
+      if file.header.separator_id is not None:
+        separators.append(file.header.separator_id)
+  return max(sizes), min(separators, default=None)
 
 
 def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
@@ -217,7 +216,9 @@ def _read_headers(files: Sequence[paths.File]) -> list[TokenFile]:
     return list(pool.map(read_header, files))
 
 
-def read_header(file: paths.File) -> TokenFile:
+def read_header(
+  file: paths.File, sidecar_class: type[Sidecar] = Sidecar
+) -> TokenFile:
   """Reads the sidecar and checks it against the file's size."""
   if not files_lib.is_file(file.path):
     file.fail("an existing token file")
@@ -225,32 +226,21 @@ def read_header(file: paths.File) -> TokenFile:
   sidecar = file._replace(path=file.path.with_suffix(".json"))
   if not files_lib.is_file(sidecar.path):
     file.fail(f"a token file with a sidecar {sidecar.path.name} beside it")
-  token_file = _from_sidecar(file, sidecar, size)
+  header = records.read(sidecar.path, sidecar_class)
+  dtype = DTYPES[header.dtype]
+  largest = min(np.iinfo(dtype).max, (header.vocab_size or 1 << 32) - 1)
+  if (header.separator_id or 0) > largest:
+    sidecar.fail(f'a sidecar with a "separator_id" up to {largest}')
+  count = header.count
+  if count is None:
+    count = max(0, size - (header.header_bytes or 0)) // dtype.itemsize
+  token_file = TokenFile(file, header, count)
   if size != token_file.num_bytes:
     file.fail(
       f"a file of {token_file.num_bytes} bytes, as {sidecar.path.name} says"
-      f" ({token_file.count} {token_file.dtype} ids), not of {size}: it is cut"
-      " off or damaged"
+      f" ({count} {header.dtype} ids), not of {size}: it is cut off or damaged"
     )
   return token_file
-
-
-def _from_sidecar(
-  file: paths.File, sidecar: paths.File, size: int
-) -> TokenFile:
-  values = records.read(sidecar.path, Sidecar)
-  header = {
-    name: value for name, value in vars(values).items() if value is not None
-  }
-  dtype = DTYPES[header["dtype"]]
-  largest = int(np.iinfo(dtype).max)
-  if "vocab_size" in header:
-    largest = min(largest, header["vocab_size"] - 1)
-  if header.get("separator_id", 0) > largest:
-    sidecar.fail(f'a sidecar with a "separator_id" up to {largest}')
-  header_bytes = header.setdefault("header_bytes", 0)
-  header.setdefault("count", max(0, size - header_bytes) // dtype.itemsize)
-  return TokenFile(file, **header)
 
 
 def _prepared_files(
@@ -297,14 +287,15 @@ def _check_tokenizer(
   config: config_lib.DataConfig, file: TokenFile, tokenizer: Any
 ) -> None:
   """Refuses a tokenizer that did not write the file."""
-  path, described = file.file.path, tokenizer.describe()
+  path, header = file.file.path, file.header
+  described = tokenizer.describe()
 
   def refuse(accepted: str) -> NoReturn:
     config_lib.fail("data.tokenizer", config.tokenizer, accepted)
 
-  if file.separator_id not in (None, tokenizer.separator_id):
+  if header.separator_id not in (None, tokenizer.separator_id):
     theirs, ours = map(
-      tokenizer.show_id, (file.separator_id, tokenizer.separator_id)
+      tokenizer.show_id, (header.separator_id, tokenizer.separator_id)
     )
     refuse(
       f"a tokenizer that separates documents as {path} does, by {theirs}, not"
@@ -312,16 +303,16 @@ def _check_tokenizer(
     )
   if tokenizer.name == "ids":
     return
-  written = file.tokenizer or {}
+  written = header.tokenizer or {}
   for key in ("name", "sha256"):
     if key in written and written[key] != described.get(key):
       refuse(
         f"the tokenizer that {path} was written with"
         f" ({key} {written[key]!r}, not {described.get(key)!r})"
       )
-  if (file.vocab_size or 0) > tokenizer.vocab_size:
+  if (header.vocab_size or 0) > tokenizer.vocab_size:
     refuse(
-      f"a tokenizer with the {file.vocab_size} ids that {path} declares"
+      f"a tokenizer with the {header.vocab_size} ids that {path} declares"
       f" (it has {tokenizer.vocab_size}), or 'ids' to do without"
     )
 
@@ -330,31 +321,30 @@ def _identify(
   file: TokenFile, vocab_size: int, in_full: bool
 ) -> dict[str, Any]:
   """Name, size and hash of a file whose ids are checked: all, or samples."""
-  digest, largest = hashlib.sha256(), -1
+  digest, largest, stated = hashlib.sha256(), -1, file.header.sha256
   for ids in _pieces(file, in_full):
     digest.update(ids.data)
     largest = max(largest, int(ids.max(initial=0)))
   sha256 = digest.hexdigest()
-  if in_full and file.sha256 not in (None, sha256):
+  if in_full and stated not in (None, sha256):
     file.file.fail(
-      f"ids with the SHA-256 {file.sha256} of the sidecar (found {sha256})"
+      f"ids with the SHA-256 {stated} of the sidecar (found {sha256})"
     )
   if file.count and largest >= vocab_size:
     file.file.fail(
       f"token ids below the vocabulary size {vocab_size} (found {largest})"
     )
-  covers_all = in_full or file.sha256
   return {
     "name": file.file.path.name,
     "tokens": file.count,
-    "dtype": file.dtype,
-    "sha256" if covers_all else "sampled_sha256": file.sha256 or sha256,
+    "dtype": file.header.dtype,
+    "sha256" if in_full or stated else "sampled_sha256": stated or sha256,
   }
 
 
 def _pieces(file: TokenFile, in_full: bool) -> Iterator[np.ndarray]:
   """All ids, or evenly spaced pieces that include the first and the last."""
-  size = _PIECE_BYTES // DTYPES[file.dtype].itemsize
+  size = _PIECE_BYTES // file.dtype.itemsize
   starts: Sequence[int] = range(0, file.count, size)
   if not in_full and len(starts) > _NUM_PIECES:
     last = file.count - size

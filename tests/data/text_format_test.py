@@ -224,52 +224,16 @@ def test_special_tokens_are_text(folder):
   assert ours.decode(ours.encode(written)) == written
 
 
-_NAMED = {"content": "dog", "special": True}
-
-
-@pytest.mark.needs("transformers")
-@pytest.mark.parametrize(
-  "others",
-  [
-    dict(tokenizer_config=dict(eos_token="dog")),
-    dict(special_tokens_map=dict(eos_token=_NAMED)),
-    dict(tokenizer_config=dict(extra_special_tokens={"x_token": "dog"})),
-    dict(tokenizer_config=dict(added_tokens_decoder={"4": _NAMED})),
-  ],
-)
-def test_what_any_file_calls_special(folder, others):
-  """It is skipped as transformers skips it."""
-  import transformers
-
-  made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-  made.add_tokens(["dog"])
-  made.save(str(folder / "tokenizer.json"))
-  id = made.token_to_id("dog")
-  decoder = others.get("tokenizer_config", {}).get("added_tokens_decoder")
-  if decoder:
-    others = dict(tokenizer_config=dict(added_tokens_decoder={id: _NAMED}))
-  ours = _of_files(folder, **others)
-  theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-  ids = [*made.encode("the ", add_special_tokens=False).ids, id]
-  assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
-  assert ours.decode(ids) == "the " and ours.tokenizer.skips(id)
-  # Written in a text, it is text.
-  assert ours.decode(ours.encode("the dog")) == "the dog"
-
-
 @pytest.mark.parametrize(
   "others,expected",
   [
     (dict(), ()),
-    (dict(tokenizer_config=dict(eos_token="</s>")), (2,)),
-    (dict(special_tokens_map=dict(eos_token={"content": "</s>"})), (2,)),
     (dict(config=dict(eos_token_id=7)), (7,)),
     (dict(config=dict(eos_token_id=-1)), ()),
     (
       dict(
         config=dict(eos_token_id=7),
         generation_config=dict(eos_token_id=[8, 9]),
-        tokenizer_config=dict(eos_token="</s>"),
       ),
       (8, 9),
     ),
@@ -292,17 +256,6 @@ def test_what_ends_a_text(folder, others, expected):
 def test_wrong_ids_are_named(folder, wrong):
   with pytest.raises(config_lib.ConfigError, match="config.json: eos_token_id"):
     _of_files(folder, config=dict(eos_token_id=wrong))
-
-
-def test_files_of_another_shape_are_no_tracebacks(folder):
-  for wrong in (3, "x", [3], {"1": 3}, {"1": {"content": [3], "special": 1}}):
-    ours = _of_files(
-      folder,
-      tokenizer_config=dict(
-        added_tokens_decoder=wrong, extra_special_tokens=wrong
-      ),
-    )
-    assert ours.encode("the dog")
 
 
 def test_our_own_runs_use_their_separator(tmp_path):
