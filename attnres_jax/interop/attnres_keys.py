@@ -27,7 +27,11 @@ _NETWORK = {
 FIELDS = tuple(p + n for p, names in _NETWORK.items() for n in names.split())
 _SCHEMES = ("prenorm", "full_attnres", "block_attnres")
 CLASS = "AttnResForCausalLM"
-CODE = pathlib.Path(__file__).with_name("modeling_attnres.py")
+_CODE = "modeling_attnres"
+CODE = tuple(
+  pathlib.Path(__file__).with_name(f"{name}.py")
+  for name in (_CODE, "layers_attnres")
+)
 _GENERIC = {
   "vocab_size": "vocab_size", "hidden_size": "width",
   "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
@@ -67,7 +71,7 @@ def _write_network(config: config_lib.ModelConfig) -> dict[str, Any]:
   classes = {"AutoConfig": "AttnResConfig", "AutoModelForCausalLM": CLASS}
   return {name: table.get(config, f) for name, f in _GENERIC.items()} | {
     "network": nested,
-    "auto_map": {n: f"{CODE.stem}.{c}" for n, c in classes.items()},
+    "auto_map": {n: f"{_CODE}.{c}" for n, c in classes.items()},
   }
 
 

@@ -41,7 +41,7 @@ class Family:
     beside: entries of the whole, if `below` is not "".
     unused: patterns of tensors that do not belong to the network.
     renamed: a pattern of names in some files, and what `names` has for it.
-    code: a file beside the weights, if transformers has no class.
+    code: files beside the weights, if transformers has no class.
   """
 
   architecture: str
@@ -52,7 +52,7 @@ class Family:
   beside: Sequence[table.Entry] = ()
   unused: Sequence[str] = ()
   renamed: tuple[str, str] = (r"$^", "")
-  code: pathlib.Path | None = None
+  code: Sequence[pathlib.Path] = ()
 
   def read_config(
     self, values: Mapping[str, Any], where: str = "config.json"
@@ -92,7 +92,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM",
     (*DECODER, BIASES, HEAD_WIDTH),
     _PRENORM,
-    # Of old files; they follow from the config, and are compared with it.
+    # Of old files; they follow from the config.
     unused=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
   ),
   "qwen2": Family(

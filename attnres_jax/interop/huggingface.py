@@ -7,7 +7,7 @@ filled once, shapes and dtypes are those expected. `load` then reads every
 device's shard of every leaf from the files.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 import dataclasses
 import json
 import os
@@ -36,7 +36,6 @@ CONFIG = "config.json"
 # 5 GB is the custom.
 SHARD_BYTES = 5 * 10**9
 _README = "README.md"
-_FREQUENCIES = ".rotary_emb.inv_freq"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Source:
     dtypes: leaf -> that of its tensors, where it is another one.
     rules: one for each leaf.
     tensors: all that the files have, by name.
-    copies: tensors that are not needed -> the one that they copy, or "".
+    head: name of the head, if the files have one that copies the embedding.
   """
 
   folder: pathlib.Path
@@ -63,7 +62,7 @@ class Source:
   dtypes: dict[str, str]
   rules: tuple[rules_lib.Rule, ...]
   tensors: Mapping[str, tensor_files.Tensor]
-  copies: dict[str, str]
+  head: str
 
 
 def read(folder: str | os.PathLike) -> Source:
@@ -79,20 +78,28 @@ def read(folder: str | os.PathLike) -> Source:
   if not (folder / CONFIG).is_file():
     config_lib.fail_argument("--path", str(folder), f"a folder with {CONFIG}")
   values = records.read_object(folder / CONFIG)
-  name, family = families.of_config_json(values, where)
+  family_name, family = families.of_config_json(values, where)
   config = family.read_config(values, where)
   tensors = _renamed(family, tensor_files.open_folder(folder))
   _check_count(config, len(tensors), where)
   with config_table.naming(where):
     all_rules = family.rules(config)
-  rules = tuple(_as_stored(rule, tensors) for rule in all_rules)
-  used = _check(rules, tensors, where)
-  others = tensors.keys() - set(used)
-  copies = _copies(family, config, others)
-  for left in sorted(others - copies.keys()):
-    tensor_files.fail(
-      tensors[left].file, f"tensor {left!r} is not part of the network"
+  # The first tensor of a rule says whether all of them are packed.
+  rules = tuple(
+    dataclasses.replace(
+      rule, packed=rule.columns > 0 and mxfp4.is_packed(rule.names[0], tensors)
     )
+    for rule in all_rules
+  )
+  used = _check(rules, tensors, where)
+  head = f"{family.names.prefix}lm_head.weight"
+  if not config.tie_embeddings or head not in tensors:
+    head = ""
+  for name in sorted(tensors.keys() - {*used, head}):
+    if not any(re.fullmatch(pattern, name) for pattern in family.unused):
+      tensor_files.fail(
+        tensors[name].file, f"tensor {name!r} is not part of the network"
+      )
   # Codes in four bits become weights of the dtype of the others.
   all_dtypes = [tensors[name].dtype for name in used]
   all_dtypes = [d for d in all_dtypes if d in tensor_files.DTYPES]
@@ -101,7 +108,7 @@ def read(folder: str | os.PathLike) -> Source:
   dtypes = {rule.leaf: _dtype_of(rule, tensors) for rule in plain}
   dtypes = {leaf: d for leaf, d in dtypes.items() if d != dtype}
   return Source(
-    folder, name, config, values, dtype, dtypes, rules, tensors, copies
+    folder, family_name, config, values, dtype, dtypes, rules, tensors, head
   )
 
 
@@ -128,14 +135,6 @@ def _check_count(
     if least > count:
       what = f"describes {least} {name}, and the files have {count} tensors"
       raise tensor_files.TensorFileError(f"{where}: {what}")
-
-
-def _as_stored(
-  rule: rules_lib.Rule, tensors: Mapping[str, tensor_files.Tensor]
-) -> rules_lib.Rule:
-  """The rule, whose first tensor says whether all of them are packed."""
-  packed = rule.columns > 0 and mxfp4.is_packed(rule.names[0], tensors)
-  return dataclasses.replace(rule, packed=packed)
 
 
 def _renamed(
@@ -178,54 +177,22 @@ def _check(
   return used
 
 
-def _copies(
-  family: families.Family,
-  config: config_lib.ModelConfig,
-  others: Collection[str],
-) -> dict[str, str]:
-  """Tensors that are not needed -> the one that they copy, or ""."""
-  prefix, copies = family.names.prefix, {}
-  for name in others:
-    if config.tie_embeddings and name == f"{prefix}lm_head.weight":
-      copies[name] = f"{prefix}model.embed_tokens.weight"
-    elif any(re.fullmatch(pattern, name) for pattern in family.unused):
-      copies[name] = ""
-  return copies
-
-
-def _check_copies(source: Source) -> None:
-  """Compares ignored tensors with the tensors that they should copy.
+def _check_head(source: Source) -> None:
+  """Compares a head that is not needed with the embedding.
 
   Raises:
-    TensorFileError: one has other values.
+    TensorFileError: it has other values.
   """
-  for name, original in source.copies.items():
-    tensor = source.tensors[name]
-    if name.endswith(_FREQUENCIES):
-      half = source.config.head_size // 2
-      frequencies = source.config.rope_theta ** (-np.arange(half) / half)
-      # Old files have them in 16 bits.
-      same = tensor.shape == (half,) and np.allclose(
-        _wide(tensor), frequencies, rtol=1e-2, atol=0
-      )
-      what = f"those of rope_theta={source.config.rope_theta}"
-    elif original:
-      other = source.tensors[original]
-      # In pieces, so that little is in memory.
-      rows = other.shape[0]
-      pieces = [slice(i, min(i + 1024, rows)) for i in range(0, rows, 1024)]
-      same = tensor.shape == other.shape and all(
-        (_wide(tensor, piece) == _wide(other, piece)).all() for piece in pieces
-      )
-      what = f"{original!r}, which config.json says it copies"
-    else:
-      continue
-    if not same:
-      tensor_files.fail(tensor.file, f"tensor {name!r} differs from {what}")
-
-
-def _wide(tensor: tensor_files.Tensor, *index: slice) -> np.ndarray:
-  return tensor.read(*index).astype(np.float64)
+  name = source.head.replace("lm_head", "model.embed_tokens")
+  head, table = source.tensors[source.head], source.tensors[name]
+  rows = table.shape[0]
+  # In pieces, so that little is in memory.
+  pieces = [slice(i, min(i + 1024, rows)) for i in range(0, rows, 1024)]
+  if head.shape != table.shape or not all(
+    (head.read(piece) == table.read(piece)).all() for piece in pieces
+  ):
+    words = f"differs from {name!r}, which config.json says it copies"
+    tensor_files.fail(head.file, f"tensor {source.head!r} {words}")
 
 
 def load(
@@ -244,10 +211,11 @@ def load(
 
   Raises:
     ConfigError: the mesh does not divide a leaf.
-    TensorFileError: a file ends too early, a value is not finite, or a tensor
-      differs from the one that it copies.
+    TensorFileError: a file ends too early, a value is not finite, or a tied
+      head differs from the embedding.
   """
-  _check_copies(source)
+  if source.head:
+    _check_head(source)
   abstract: Any = jax.eval_shape(lambda: models.build_model(source.config))
   if mesh is None:
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -348,7 +316,7 @@ def export(
   text = json.dumps(described, indent=2, sort_keys=True)
   files.write(folder / CONFIG, text + "\n")
   files.write(folder / _README, card)
-  code = {chosen.code.name: chosen.code.read_bytes()} if chosen.code else {}
+  code = {path.name: path.read_bytes() for path in chosen.code}
   for file, content in (code | dict(also or {})).items():
     files.write(folder / file, content)
 

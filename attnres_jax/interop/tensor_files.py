@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of safetensors: headers checked, tensors read in parts, written.
 
-The library `safetensors` reads and writes the files. Beyond it, a name that
-occurs twice in a header is refused, and so is an index that differs from the
-files. Parts are read, not mapped, so that a process holds no more of a file
-than it has asked for.
+The library `safetensors` reads and writes the files. Beyond it, an index that
+differs from the files is refused. Parts are read, not mapped, so that a process
+holds no more of a file than it has asked for.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,14 +47,14 @@ class Tensor:
     name: in the file.
     dtype: a name such as "BF16".
     shape: of the tensor.
-    opened: the file as `safetensors` has it.
+    part: the tensor as `safetensors` reads it.
   """
 
   file: pathlib.Path
   name: str
   dtype: str
   shape: tuple[int, ...]
-  opened: Any = dataclasses.field(repr=False, compare=False)
+  part: Any = dataclasses.field(repr=False, compare=False)
 
   def read(self, *index: slice) -> np.ndarray:
     """The part at a slice of each axis, in the tensor's dtype.
@@ -64,7 +63,7 @@ class Tensor:
       TensorFileError: the file ends before.
     """
     try:
-      return np.asarray(self.opened.get_slice(self.name)[index or ...])
+      return np.asarray(self.part[index or ...])
     except (safetensors.SafetensorError, OSError, ValueError) as error:
       fail(self.file, f"tensor {self.name!r} cannot be read ({error})")
 
@@ -132,25 +131,13 @@ def read_header(path: pathlib.Path) -> dict[str, Tensor]:
   """
   try:
     opened = safetensors.safe_open(path, framework="np", backend="pread")
-    with open(path, "rb") as file:
-      length = int.from_bytes(file.read(8), "little")
-      text = file.read(length)
-    # Of a name that occurs twice, the library takes one.
-    header = json.loads(text, object_pairs_hook=_without_duplicates)
-  except (safetensors.SafetensorError, OSError, ValueError) as error:
+    parts = {name: opened.get_slice(name) for name in opened.keys()}
+  except (safetensors.SafetensorError, OSError) as error:
     fail(path, f"no readable safetensors file ({error})")
   return {
-    name: Tensor(path, name, entry["dtype"], tuple(entry["shape"]), opened)
-    for name, entry in header.items()
-    if name != "__metadata__"
+    name: Tensor(path, name, part.get_dtype(), tuple(part.get_shape()), part)
+    for name, part in parts.items()
   }
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  values = dict(pairs)
-  if len(values) < len(pairs):
-    raise ValueError("a name occurs twice")
-  return values
 
 
 @dataclasses.dataclass(frozen=True)

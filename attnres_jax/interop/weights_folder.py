@@ -83,14 +83,10 @@ def write(
     files.write(folder / name, content)
   run_folder.write_network(folder, config, model)
   if facts or also:
-    write_json(folder / FACTS, dict(facts) | {"files": sorted(also)})
+    values = dict(facts) | {"files": sorted(also)}
+    files.write(folder / FACTS, json.dumps(values, indent=2) + "\n")
   path = folder / _CONFIG_FILE
   files.write(path, _CONFIG_TEXT.format(path=path))
-
-
-def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
-  """Writes an object as a JSON file."""
-  files.write(path, json.dumps(values, indent=2) + "\n")
 
 
 def continued(file: str, arg: str | None = None) -> ml_collections.ConfigDict:

@@ -125,26 +125,17 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, name, value):
 
 
 @pytest.mark.parametrize(
-  "name,change,words",
-  [
-    ("lm_head.weight", lambda a: a + 1e-3, "differs from 'model.embed_tokens"),
-    ("lm_head.weight", lambda a: a[:-1], "differs from 'model.embed_tokens"),
-    ("lm_head.weight", lambda a: a[0, 0], "differs from 'model.embed_tokens"),
-    (
-      "model.layers.0.self_attn.rotary_emb.inv_freq",
-      lambda a: np.ones(8, np.float32),
-      "differs from those of rope_theta=",
-    ),
-  ],
+  "change", [lambda a: a + 1e-3, lambda a: a[:-1], lambda a: a[0, 0]]
 )
-def test_copies_that_differ_are_refused(tmp_path, name, change, words):
+def test_a_tied_head_that_differs_is_refused(tmp_path, change):
   """A checkpoint whose files contradict its config.json."""
   small_checkpoint.write(tmp_path)
 
   def add(arrays):
-    arrays[name] = change(arrays["model.embed_tokens.weight"])
+    arrays["lm_head.weight"] = change(arrays["model.embed_tokens.weight"])
 
   small_checkpoint.change_tensors(tmp_path, add)
+  words = "differs from 'model.embed_tokens"
   with pytest.raises(tensor_files.TensorFileError, match=words):
     huggingface.load(huggingface.read(tmp_path))
 

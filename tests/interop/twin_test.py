@@ -165,9 +165,6 @@ def _check_caches(twin, ids):
   other.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), 0)
   for wrong, words in (
     (other, "got a DynamicCache, expected what this model"),
-    (((torch.ones(2, 1, 3, 4),) * 2,), "got a tuple, expected what this model"),
-    ("text", "got a str, expected what this model"),
-    (cache(ids[:1, :3]), r"layers and \[1\] rows, expected .* and 2 rows"),
     (cache(ids), f"of {LENGTH} tokens, expected input_ids with these and more"),
   ):
     with pytest.raises(ValueError, match=words) as error:
