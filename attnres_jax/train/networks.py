@@ -133,8 +133,8 @@ class Unpipelined:
   def kept_bytes(self, model):
     """What `model.remat="full"` keeps of a microbatch (section 4.1).
 
-    The states and outputs that the scheme marks, and other blocks. The sublayer
-    that is being differentiated needs more.
+    The states and outputs that the scheme marks, and otherwise what segments
+    open. The sublayer that is being differentiated needs more.
     """
     if self.config.model.remat != "full":
       return {}
@@ -145,14 +145,15 @@ class Unpipelined:
     vector = jax.ShapeDtypeStruct(shape, self.config.model.dtype)
 
     def depth(residual, embedding_BTD, y_BTD):
-      state = residual.init(embedding_BTD)
+      opened = [residual.init(embedding_BTD)]
       for start, stop in residual.segments():
-        carry, slots = residual.open(state, start, stop)
+        carry, slots = residual.open(opened[-1], start, stop)
         for i in range(stop - start):
           slot = jax.tree.map(lambda a, i=i: a[i], slots)
           carry = residual.write(carry, slot, y_BTD)
-        state = residual.close(state, carry, stop)
-      return residual.take_apart(state)[0]
+        opened.append(residual.close(opened[-1], carry, stop))
+      *opened, last = opened
+      return opened, residual.take_apart(last)[0]
 
     program = jax.make_jaxpr(depth)(model.residual, vector, vector).jaxpr
     states = [
@@ -160,7 +161,7 @@ class Unpipelined:
       for equation in program.eqns
       if equation.params.get("name") == base.DEPTH_STATE
     ]
-    blocks = [block for block in program.outvars if block not in states]
+    blocks = set(program.outvars) - set(states)
     return dict(
       running_state_bytes=_nbytes(states), block_bytes=_nbytes(blocks)
     )

@@ -6,6 +6,7 @@ from jax._src import mesh as mesh_lib  # There is no public AbstractDevice.
 import jax.numpy as jnp
 import pytest
 
+from attnres_kernels import dispatch
 from attnres_kernels import platforms
 
 
@@ -77,3 +78,21 @@ def test_a_platform_is_required_of_trees_of_arrays():
   assert "add" in program.lower(lowering_platforms=("tpu",)).as_text()
   with pytest.raises(NotImplementedError, match="add: runs on tpu.*cpu"):
     program.lower(lowering_platforms=("cpu",))
+
+
+@pytest.mark.parametrize("op", ("depth_merge", "rms_norm"))
+def test_tpus_run_a_single_row_without_a_kernel(op):
+  """As in decoding one sequence, where kernels take longer to start."""
+
+  def kernels(rows):
+    x, row = jnp.ones((rows, 1, 256)), jnp.ones(256)
+    arrays = {
+      "depth_merge": (x, x[..., 0], row, x, row),
+      "rms_norm": (x, row, None),
+    }
+    options = ("eps", 1e-6), ("norm_eps", 1e-6)
+    rule = dispatch.Rule(op, None, options)
+    return dispatch.kernels(rule, "forward", arrays[op])
+
+  assert "tpu" not in kernels(1)
+  assert kernels(2)["tpu"] == "pallas_tpu"

@@ -2,9 +2,9 @@
 """The bytes that the forward pass keeps for the backward pass.
 
 The contract (arXiv:2603.15031 section 4.1): one vector per sublayer, and each
-block representation once. PreNorm's is its float32 stream. The schemes that
-read over depth keep outputs in the model's dtype, of which partial sums are
-computed again.
+block representation once. In a scan, PreNorm's is its float32 stream. Otherwise
+PreNorm, as the schemes that read over depth, keeps outputs in the model's
+dtype, of which sums are computed again.
 """
 
 import jax
@@ -34,6 +34,7 @@ def _saved(remat, dtype="float32", scan=True, **residual):
 
 SCHEMES = [
   dict(name="prenorm"),
+  dict(name="prenorm", scan_layers=False, scan=False, dtype="bfloat16"),
   dict(name="rescaled"),
   dict(name="full_attnres", schedule_size=3),
   dict(name="full_attnres", form="one_softmax"),
@@ -46,10 +47,11 @@ SCHEMES = [
 ]
 
 
-def _limit(name, num_blocks, dtype="float32", **_):
+def _limit(name, num_blocks, dtype="float32", scan_layers=True, **_):
   """Bytes of L states, N blocks, the embedding, and of the statistics."""
   model, wide = jnp.dtype(dtype).itemsize, 4
-  state = model if name in ("full_attnres", "block_attnres") else wide
+  outputs = "full_attnres", "block_attnres", *["prenorm"] * (not scan_layers)
+  state = model if name in outputs else wide
   blocks = num_blocks if name == "block_attnres" else 0
   vectors = 2 * LAYERS * state + (blocks + 1) * model
   statistics = 4 * (2 * LAYERS * TOKENS + 6 * WIDTH)

@@ -8,12 +8,19 @@ zero-query identity in `tests/models/zero_query_test.py`.
 
 from typing import Any
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import styles
+
+# Sublayers whose float32 sums are made again from the outputs, which take half
+# as much in bfloat16, when checkpointing needs them. So many sums are in memory
+# at once.
+_SEGMENT = 8
 
 
 class Stream(base.Residual):
@@ -43,8 +50,15 @@ class PreNorm(Stream):
   certainty = styles.Certainty.PAPER
   headline = True
 
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    if not config.scan_layers:
+      self.segment_size = _SEGMENT
+
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    return base.save(carry + precision.widen(y_BTD))
+    if self.segment_size is None:  # A scan would make all sums at once.
+      return base.save(carry + precision.widen(y_BTD))
+    return carry + precision.widen(base.save(y_BTD))
 
 
 class Rescaled(Stream):

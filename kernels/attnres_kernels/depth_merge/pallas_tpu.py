@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from attnres_kernels import pallas_tpu_rows as tpu_rows
 from attnres_kernels.depth_merge import plain
 
+why_slow = tpu_rows.why_slow
+
 
 def why_not(
   function: str, *args: Any, heads: int = 1, **options: Any

@@ -19,6 +19,8 @@ from attnres_kernels.depth_merge import pallas_tpu as merge_lib
 # Tokens of a step that has one head only, which is a fraction of a row.
 _HEAD_TILE = 1024
 
+why_slow = tpu_rows.why_slow
+
 
 def why_not(
   function: str, x: jax.Array, gain: jax.Array, gate: Any, *args: Any,
