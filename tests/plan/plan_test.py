@@ -186,7 +186,7 @@ def compiled(monkeypatch):
        "memory_seconds", "link_seconds", "tokens_per_second", "hours",
        "model_flop_utilisation", "chip_hours", "compile_seconds"),
       float(len(tried)),
-    )  # fmt: skip
+    ) | {"hbm_bytes": 1.0}  # fmt: skip
     fits = overrides not in misfits
     return dict(overrides=overrides, fits=fits, bound="memory") | numbers
 
@@ -248,6 +248,42 @@ def test_a_plan_is_compiled_again_as_it_is(compiled, tmp_path, monkeypatch):
   assert plans.overrides_of(row) not in misfits
   assert tried.count(misfits[0]) == 3  # Not once more after it failed.
   assert (row["commit"], row["step_seconds"]) == ("third", "5.000")
+
+
+@pytest.mark.parametrize("least,best", ((1, 1), (2, 2), (3, 4), (8, 8)))
+def test_the_fastest_plan_gets_ever_fewer_microbatches(
+  least, best, tmp_path, monkeypatch
+):
+  """Until less than a twentieth of the memory would be left."""
+
+  def plan(microbatches, remat="none"):
+    return {
+      "mesh.data": 4, "mesh.fsdp": 1, "mesh.expert": 1,
+      "optim.accumulate_steps": microbatches, "model.remat": remat,
+      "loss.tile_tokens": 1024 // microbatches,
+    }  # fmt: skip
+
+  def compiled(config, overrides, slice_name, num_slices):
+    steps = overrides["optim.accumulate_steps"]
+    seconds = steps + 4 * (overrides["model.remat"] == "full")
+    names = (
+      "peak_bytes", "compute_seconds", "memory_seconds", "link_seconds",
+      "tokens_per_second", "hours", "model_flop_utilisation", "chip_hours",
+      "compile_seconds",
+    )  # fmt: skip
+    return dict.fromkeys(names, 1.0) | dict(
+      overrides=overrides, fits=True, bound="memory", step_seconds=seconds,
+      hbm_bytes=100, headroom_bytes=4 if steps < least else 5,
+    )  # fmt: skip
+
+  offered = [plan(8), plan(8, "full"), plan(1, "full"), *map(plan, (1, 2, 4))]
+  monkeypatch.setattr(plan_lib, "compiled", compiled)
+  monkeypatch.setattr(plan_lib, "_candidates", lambda *args: offered)
+  argv = ["--config=configs/lm.py:size=tiny", "--topology=v5e:2x2", "--save"]
+  argv += ["--tries=2", f"--plans={tmp_path / 'plans.csv'}"]
+  assert plan_lib.main([*argv, "--config.model.vocab_size=257"]) == 0
+  (row,) = plans.rows(tmp_path / "plans.csv")
+  assert plans.overrides_of(row) == plan(best)
 
 
 @pytest.mark.slow
