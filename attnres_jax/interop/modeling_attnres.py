@@ -242,7 +242,7 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
     given = past_key_values if cache is None else cache
     cache = cache_of(given, self.num_layers)
     rows = rows_of(input_ids, cache.length, attention_mask, position_ids)
-    h_BTD, kept = self.model(input_ids, cache.layers, rows)
+    h_BTD, layers = self.model(input_ids, cache.layers, rows)
     logits = self.lm_head(h_BTD[:, -logits_to_keep:]).float()
     if self.soft_cap:
       logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
@@ -254,7 +254,7 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
         reduction="mean" if total is None else "sum",
       )  # fmt: skip
       loss = loss if total is None else loss / total
-    new = Cache(cache.length + input_ids.shape[1], kept)
+    new = Cache(cache.length + input_ids.shape[1], layers)
     named = {_CACHE: new if use_cache else None}
     return CausalLMOutputWithPast(loss=loss, logits=logits, **named)
 
