@@ -36,17 +36,8 @@ class Rows(NamedTuple):
   @classmethod
   def empty(cls, batch: int) -> "Rows":
     """B rows with the default settings."""
-
-    def full(dtype, value):
-      return jnp.full(batch, value, dtype)
-
-    return cls(
-      full(jnp.float32, 1.0),
-      full(jnp.int32, 0),
-      full(jnp.float32, 1.0),
-      full(jnp.uint32, 0),
-      full(jnp.uint32, 0),
-    )
+    float_B, uint_B = jnp.ones(batch, jnp.float32), jnp.zeros(batch, jnp.uint32)
+    return cls(float_B, jnp.zeros(batch, jnp.int32), float_B, uint_B, uint_B)
 
   def greedy_unless(self, drawn_B: jax.Array) -> "Rows":
     """Settings that are greedy in rows that draw nothing: it costs least."""

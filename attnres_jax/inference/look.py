@@ -82,7 +82,7 @@ def _look(options: argparse.Namespace) -> None:
 def _measure(options: argparse.Namespace, workdir: str) -> tuple[str, Any]:
   """The scheme of a network, and what is to be drawn of it."""
   run = argparse.Namespace(workdir=workdir, step=options.step)
-  config, model = trained.load(run)
+  config, model, _ = trained.load(run)
   from attnres_jax import analysis
   from attnres_jax.data import text_format
 

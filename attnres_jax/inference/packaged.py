@@ -23,12 +23,9 @@ which this command makes of a run, of those that docs/start.md trains:
 
 import argparse
 from collections.abc import Sequence
-import hashlib
 import json
-import os
 import pathlib
 import sys
-import tempfile
 from typing import TYPE_CHECKING
 
 from etils import epath
@@ -63,47 +60,17 @@ def load_trained(name: str) -> "models.Transformer":
   Raises:
     ConfigError: there is no such network; says which there are.
   """
-  return _load(_path("name", name))[1]
+  return load("name", name)[1]
 
 
-def folder_of(workdir: str) -> str:
-  """The folder of a run, for a --workdir that may name a packaged network.
-
-  It is written once to the user's cache ($XDG_CACHE_HOME, or ~/.cache).
+def load(
+  argument: str, name: str
+) -> "tuple[config_lib.RunConfig, models.Transformer]":
+  """Config and network, by the name that an argument has.
 
   Raises:
     ConfigError: there is no such network.
   """
-  if not workdir.startswith(PREFIX):
-    return workdir
-  path = _path("--workdir", workdir.removeprefix(PREFIX))
-  digest = hashlib.sha256((path / WEIGHTS).read_bytes()).hexdigest()[:12]
-  cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-  name = f"{path.name}-{digest}"
-  folder = pathlib.Path(cache, "attnres_jax", "trained", name)
-  if not folder.exists():
-    from attnres_jax.train import run_folder
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
-      made = pathlib.Path(parent) / "run"
-      run_folder.write_network(made, *_load(path))
-      try:
-        made.rename(folder)
-      except OSError:  # Another process was faster.
-        if not folder.exists():
-          raise
-  return str(folder)
-
-
-def _path(argument: str, name: str) -> pathlib.Path:
-  errors.check_in(argument, name, names())
-  return FOLDER / name
-
-
-def _load(
-  path: pathlib.Path,
-) -> "tuple[config_lib.RunConfig, models.Transformer]":
   import jax
   import jax.numpy as jnp
   from safetensors import flax as safetensors
@@ -111,6 +78,8 @@ def _load(
   from attnres_jax import models
   from attnres_jax.common import trees
 
+  errors.check_in(argument, name, names())
+  path = FOLDER / name
   config = config_lib.load_config(str(path / CONFIG))
   abstract = jax.eval_shape(lambda: models.build_model(config.model))
   flat = safetensors.load_file(path / WEIGHTS)

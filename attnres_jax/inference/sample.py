@@ -11,23 +11,15 @@ then says so. Recurrent mixers and attention without positions continue in any
 case; rotary positions are often used badly where training had none.
 """
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import sys
-from typing import TYPE_CHECKING
 
 from attnres_jax.common import command_line
 from attnres_jax.common import text_table
 from attnres_jax.config import fields
 from attnres_jax.inference import settings as settings_lib
 from attnres_jax.inference import trained
-
-if TYPE_CHECKING:
-  from attnres_jax import models
-  from attnres_jax.data import text_format as text_format_lib
-  from attnres_jax.inference import engine as engine_lib
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _sample_run(options: argparse.Namespace) -> None:
   settings = command_line.of_fields(settings_lib.Settings, options)
   fields.accept("--num_tokens", options.num_tokens, fields.Tokens)
-  config, model = trained.load(options)
+  config, model, _ = trained.load(options)
   from attnres_jax.data import text_format as text_format_lib
+  from attnres_jax.inference import engine as engine_lib
   from attnres_jax.inference import text
 
   text_format = text_format_lib.of_data(config.data, options.workdir)
@@ -47,7 +40,8 @@ def _sample_run(options: argparse.Namespace) -> None:
     text_format, options.prompt, options.num_tokens, settings,
     past_end=options.past_end,
   )  # fmt: skip
-  size, most = _length(request), config.data.sequence_length
+  size = len(request.prompt) + request.num_tokens
+  most = config.data.sequence_length
   if size > most:
     print(
       f"note: a text of up to {size} tokens, with its prompt; the network was"
@@ -59,27 +53,10 @@ def _sample_run(options: argparse.Namespace) -> None:
     # A file or another program gets the text unchanged.
     out = text_table.unfiltered(out)
   print(options.prompt, end="", file=out, flush=True)
-  for more in _continue(model, text_format, request):
-    print(more, end="", file=out, flush=True)
-  print(file=out)
-
-
-def _continue(
-  model: models.Transformer,
-  text_format: text_format_lib.TextFormat,
-  request: engine_lib.Request,
-) -> Iterator[str]:
-  """Yields the text of each token when it is drawn."""
-  from attnres_jax.inference import engine as engine_lib
-  from attnres_jax.inference import text
-
-  engine = engine_lib.Engine(model, slots=1, length=_length(request))
+  engine = engine_lib.Engine(model, slots=1, length=size)
   for piece in text.complete(engine, text_format, [request]):
-    yield piece.text
-
-
-def _length(request: engine_lib.Request) -> int:
-  return len(request.prompt) + request.num_tokens
+    print(piece.text, end="", file=out, flush=True)
+  print(file=out)
 
 
 def _parser() -> command_line.Parser:

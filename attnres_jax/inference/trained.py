@@ -4,8 +4,6 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from etils import epath
-
 from attnres_jax import config as config_lib
 from attnres_jax import train
 from attnres_jax.common import command_line
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: command_line.Parser, several: bool = False) -> None:
-  """Adds the flags of `find`; --workdir is a list where it may be repeated."""
+  """Adds the flags of `load`; --workdir is a list where it may be repeated."""
   parser.add_argument(
     "--workdir", required=True, action="append" if several else "store",
     help=f"folder of a run, or a network of the package, {packaged.PREFIX}NAME",
@@ -28,14 +26,19 @@ def add_flags(parser: command_line.Parser, several: bool = False) -> None:
   )
 
 
-def find(options: argparse.Namespace) -> tuple[epath.Path, int]:
-  """The folder at --workdir, and the step of its checkpoint at --step.
+def load(
+  options: argparse.Namespace,
+) -> "tuple[config_lib.RunConfig, models.Transformer, int]":
+  """The run at --workdir, and the step of its checkpoint at --step.
 
   Raises:
-    ConfigError: there is no such run or checkpoint.
+    ConfigError: there is no such run, checkpoint or packaged network.
   """
-  workdir = packaged.folder_of(options.workdir)
-  folder = files.check_folder("--workdir", workdir, writable=False)
+  if options.workdir.startswith(packaged.PREFIX):
+    name = options.workdir.removeprefix(packaged.PREFIX)
+    config, model = packaged.load("--workdir", name)
+    return config, model, config.train.steps
+  folder = files.check_folder("--workdir", options.workdir, writable=False)
   steps = []
   if (folder / train.CHECKPOINTS).exists():
     # Orbax and JAX, which take seconds, once there is something to list.
@@ -46,17 +49,10 @@ def find(options: argparse.Namespace) -> tuple[epath.Path, int]:
     config_lib.fail_argument(
       "--workdir", options.workdir, "the folder of a run with a checkpoint"
     )
-  if options.step is not None and options.step not in steps:
+  step = steps[-1] if options.step is None else options.step
+  if step not in steps:
     choices = ", ".join(map(str, steps))
-    config_lib.fail_argument("--step", options.step, f"one of {choices}")
-  return folder, steps[-1] if options.step is None else options.step
-
-
-def load(
-  options: argparse.Namespace,
-) -> "tuple[config_lib.RunConfig, models.Transformer]":
-  """The run at --workdir; see `find`."""
-  folder, _ = find(options)
+    config_lib.fail_argument("--step", step, f"one of {choices}")
   from attnres_jax.train import checkpoint
 
-  return checkpoint.load_model(folder, options.step)
+  return *checkpoint.load_model(folder, step), step

@@ -27,7 +27,6 @@ from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files
 from attnres_jax.interop import tokenizer_files
 from attnres_jax.interop import weights_folder
-from attnres_jax.train import checkpoint
 
 _CARD = """\
 ---
@@ -78,10 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _export(options: argparse.Namespace) -> None:
   path = weights_folder.check_new("--path", options.path)
-  workdir, step = trained.find(options)
-  config, model = checkpoint.load_model(workdir, step)
-  facts, also = weights_folder.origin(workdir, config)
-  text_format = text_format_lib.of_data(config.data, workdir)
+  config, model, step = trained.load(options)
+  facts, also = weights_folder.origin(options.workdir, config)
+  text_format = text_format_lib.of_data(config.data, options.workdir)
   if not text_format.imported:
     # Of a tokenizer of ours, whatever the network began with.
     also = tokenizer_files.of_run(config.data, text_format)

@@ -36,7 +36,6 @@ from attnres_jax.inference import trained
 from attnres_jax.interop import weights_folder
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import base
-from attnres_jax.train import checkpoint
 
 # Reads of the same values, summed in another order, in float32.
 _TOLERANCE = 1e-5
@@ -165,7 +164,6 @@ def _reads(config: config_lib.ModelConfig) -> list[Any]:
 
 def _upcycle_run(options: argparse.Namespace) -> None:
   out = weights_folder.check_new("--out", options.out)
-  workdir, step = trained.find(options)
   errors.check_in("--residual", options.residual, residuals.RESIDUALS)
   name = options.residual
   residual = config_lib.residual_config(
@@ -173,15 +171,15 @@ def _upcycle_run(options: argparse.Namespace) -> None:
     rank=options.rank,
     read=config_lib.DepthReadConfig(heads=options.heads),
   )  # fmt: skip
-  config, model = checkpoint.load_model(workdir, step)
+  config, model, _ = trained.load(options)
   new = upcycle(model, residual)
   config = dataclasses.replace(
     config, name=f"{config.name}_{name}", model=new.config,
     train=dataclasses.replace(config.train, start_from=""),
   )  # fmt: skip
-  facts, also = weights_folder.origin(workdir, config)
+  facts, also = weights_folder.origin(options.workdir, config)
   if facts:  # Of an import, whose family has no such network.
-    facts = facts | {"upcycled_from": str(workdir)}
+    facts = facts | {"upcycled_from": options.workdir}
   weights_folder.write(out, config, new, facts, also)
   count = sum(leaf.size for leaf in jax.tree.leaves(new.residual))
   print(f"{name}, {count:,} new parameters: {out}")

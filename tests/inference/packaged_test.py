@@ -13,6 +13,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import trees
 from attnres_jax.inference import packaged
 from attnres_jax.inference import sample
+from attnres_jax.interop import export_huggingface
 from attnres_jax.train import checkpoint
 from tests import tiny_run
 
@@ -30,7 +31,6 @@ def run(tmp_path_factory):
 def packages(run, tmp_path, monkeypatch):
   """The folder of packaged networks, with that of the run."""
   monkeypatch.setattr(packaged, "FOLDER", tmp_path / "trained")
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
   packaged.write(run, "CC0-1.0", packaged.FOLDER)
   return packaged.FOLDER
 
@@ -54,15 +54,10 @@ def test_weights_are_those_of_the_run_in_bfloat16(run, packages):
 def test_commands_take_one_as_a_run(packages, tmp_path, capsys):
   (name,) = packaged.names()
   workdir = f"--workdir=attnres_jax:trained/{name}"
-  for _ in range(2):  # The second time, it is in the cache.
-    arguments = [workdir, "--prompt=de", "--num_tokens=3"]
-    assert sample.main(arguments) == 0
-  first, second = capsys.readouterr().out.strip().split("\n")[-2:]
-  assert first == second
-  folder = packaged.folder_of(f"{packaged.PREFIX}{name}")
-  assert [path.name for path in (tmp_path / "cache").glob("*/*/*")] == [
-    folder.rpartition("/")[2]
-  ]
+  assert sample.main([workdir, "--prompt=de", "--num_tokens=3"]) == 0
+  assert "de" in capsys.readouterr().out
+  assert export_huggingface.main([workdir, f"--path={tmp_path / 'out'}"]) == 0
+  assert (tmp_path / "out/model.safetensors").exists()
 
 
 def test_what_comes_along_is_small_and_has_its_origin():

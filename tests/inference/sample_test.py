@@ -32,7 +32,7 @@ def model():
 def run(monkeypatch, model, tmp_path):
   """Runs the command on that network; returns its status."""
   config = config_lib.load_config("configs/lm.py:runlocal")
-  monkeypatch.setattr(trained, "load", lambda options: (config, model))
+  monkeypatch.setattr(trained, "load", lambda options: (config, model, 9))
 
   def run(*flags):
     return sample.main([f"--workdir={tmp_path}", *map(str, flags)])
