@@ -16,7 +16,6 @@ import pytest
 from attnres_jax import config as c
 from attnres_jax import main
 from attnres_jax.config import dotted
-from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.data import sources
 from attnres_jax.data import tokenizer
@@ -474,12 +473,3 @@ def test_what_a_user_sets_wins_over_what_the_file_derives():
   both = {"model.residual.block_size": 2, "model.residual.num_blocks": 2}
   with pytest.raises(c.ConfigError, match="num_blocks: got 2"):
     c.load_config(MICRO, both)
-
-
-def test_notes_of_errors_that_cause_each_other():
-  error, other = ValueError("one"), OSError("other")
-  error.__cause__, other.__cause__ = other, error
-  error.add_note("ours")
-  other.add_note("-----\njax")
-  assert errors.without_jax_notes(error) == ["ours"]
-  assert not other.__notes__

@@ -135,14 +135,3 @@ def test_blocks_of_presets_are_alike(size):
   per_block = model.residual.sublayers_per_block(model.num_sublayers)
   assert per_block % len(set(model.sublayer_kinds)) == 0
   assert model.num_sublayers % per_block == 0
-
-
-@pytest.mark.parametrize(
-  "spec",
-  ["scaling.py:scale=paper,size=528m",
-   "arch_sweep.py:scale=paper,rho=15,eta=0.3"],
-)  # fmt: skip
-def test_sweeps_at_the_papers_scale_save_as_often_as_its_recipe(spec):
-  """A tenth of 528M on v6e-16 takes ten hours, by configs/plans.csv."""
-  config = config_lib.load_config(str(LM.parent / spec), {})
-  assert config.checkpoint.every_steps == 1000

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of slices."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -33,25 +35,21 @@ def test_marketing_names(name, expected):
 def test_every_shape_has_as_many_chips_as_its_name_says():
   for kind, (shapes, _) in topology._MARKETING.items():
     for chips, shape in shapes.items():
-      product = 1
-      for side in shape.split("x"):
-        product *= int(side)
-      assert product == chips, (kind, shape)
+      sides = map(int, shape.split("x"))
+      assert math.prod(sides) == chips, (kind, shape)
 
 
 @pytest.mark.parametrize(
   "name,message",
   [
-    ("v5e-7", "^topology: got 'v5e-7', expected one of v5e-1, v5e-4, v5e-8"),
-    (
-      "v9-8",
-      "^topology: got 'v9', expected one of b200, h100, h200, v2, v3, v4",
-    ),
+    ("v5e-7", "'v5e-7', expected one of v5e-1, v5e-4, v5e-8"),
+    ("v9-8", "'v9', expected one of b200, h100, h200, v2, v3, v4"),
+    pytest.param("v5e:3x5", "'v5e:3x5'", marks=pytest.mark.needs("libtpu")),
   ],
 )
 def test_unknown_names(name, message):
-  with pytest.raises(config_lib.ConfigError, match=message):
-    topology.topology_name(name)
+  with pytest.raises(config_lib.ConfigError, match=f"^topology: got {message}"):
+    topology.devices(name)
 
 
 @pytest.mark.needs("libtpu")
@@ -64,12 +62,6 @@ def test_chips_without_plans_say_why(name):
     config_lib.ConfigError, match=f"got '{kind}', .* not in our table: train"
   ):
     topology.chip(devices[0])
-
-
-@pytest.mark.needs("libtpu")
-def test_what_the_compiler_refuses():
-  with pytest.raises(config_lib.ConfigError, match="topology: got 'v5e:3x5'"):
-    topology.devices("v5e:3x5")
 
 
 @pytest.mark.parametrize(
@@ -86,11 +78,9 @@ def test_devices_have_a_row(name, count):
 @pytest.mark.needs("libtpu")
 def test_a_gradient_crosses_slices_once():
   """Each device hands over its share of the gradient, counted by hand."""
-  config = config_lib.default_config().mesh
-  mesh = sharding.make_mesh(
-    config_lib.MeshConfig(**config.to_dict() | {"data": 2, "fsdp": 4}),
-    topology.devices("v5e:2x2", num_slices=2),
-  )
+  config = config_lib.MeshConfig(data=2, fsdp=4)
+  devices = topology.devices("v5e:2x2", num_slices=2)
+  mesh = sharding.make_mesh(config, devices)
   shard = lambda *axes: jax.sharding.NamedSharding(mesh, P(*axes))
   w = jax.ShapeDtypeStruct((256, 512), jnp.float32, sharding=shard("fsdp"))
   x = jax.ShapeDtypeStruct(

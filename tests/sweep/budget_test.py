@@ -96,57 +96,45 @@ def test_what_fits_is_the_cheapest(tmp_path):
   assert budget.fitting(price, 0.1) == ("", 0.0)
 
 
-def test_a_launch_needs_plans_for_its_slice(tmp_path, capsys):
-  path = plans_file(tmp_path / "p.csv", ("64m",))
-  fields = [f"--config.{name}={value}" for name, value in TEXT.items()]
-  flags = [*fields, "--workdir=gs://B/x", "--launcher=tpu_vm", "--set=zone=z"]
-  flags += ["--dry_run", f"--plans={path}", "--only=^64m"]
-  for spec, name, status in (
-    (SPEC, "v5e-8", 0), (SPEC, "v5e:2x4", 0), (SPEC, "v3-8", 2),
-    (SPEC.removesuffix(",planned"), "v3-8", 0),
-  ):  # fmt: skip
-    line = [f"--config={spec}", *flags, f"--set=slice={name}"]
-    assert cli.main(scaling_law.EXPERIMENT, line) == status
-  jobset = ["--launcher=jobset", "--set=image=i", "--set=slice=v5e-8"]
-  flags = [f for f in flags if "tpu_vm" not in f and "zone" not in f]
-  line = [f"--config={SPEC}", *flags, *jobset]
-  assert cli.main(scaling_law.EXPERIMENT, line) == 0
-  line.append("--set=slices=2")
-  assert cli.main(scaling_law.EXPERIMENT, line) == 2
-  line, second = capsys.readouterr().err.splitlines()
-  assert "got '2 x v5e-8', expected" in second and "9 of 9 have none" in second
-  assert re.match(
-    "error: --set: got 'v3-8', expected a slice with plans of these runs:"
-    " v5e-8; 9 of 9 have none there, such as 64m-prenorm", line
-  )  # fmt: skip
-
-
 @pytest.mark.parametrize(
-  "settings,status",
+  "settings,has_plans",
   [
-    (("--launcher=slurm", "--set=gpus=8"), 0),
-    (("--launcher=slurm", "--set=gpus=4", "--set=nodes=2"), 0),
-    (("--launcher=slurm", "--set=gpus=4"), 2),
-    (("--launcher=slurm",), 2),
-    (("--launcher=ray", "--set=accelerator=gpu", "--set=gpus=8"), 0),
-    (("--launcher=ray", "--set=accelerator=gpu", "--set=workers=2"), 2),
-    (("--launcher=skypilot", "--set=slice=h100-8"), 0),
-    (("--launcher=skypilot", "--set=slice=h200-8"), 2),
+    ("slurm gpus=8", True),
+    ("slurm gpus=4 nodes=2", True),
+    ("slurm gpus=4", False),
+    ("slurm", False),
+    ("ray accelerator=gpu gpus=8", True),
+    ("ray accelerator=gpu workers=2", False),
+    ("skypilot slice=h100-8", True),
+    ("skypilot slice=h200-8", False),
+    ("tpu_vm zone=z slice=v5e-8", True),
+    ("tpu_vm zone=z slice=v5e:2x4", True),
+    ("tpu_vm zone=z slice=v3-8", False),
+    ("jobset image=i slice=v5e-8", True),
+    ("jobset image=i slice=v5e-8 slices=2", False),
   ],
 )
-def test_a_launch_needs_plans_for_its_gpus(settings, status, tmp_path, capsys):
+def test_a_launch_needs_plans_for_its_slice(
+  settings, has_plans, tmp_path, capsys
+):
   """Otherwise the script would start runs that refuse; prices are printed."""
-  path = plans_file(tmp_path / "p.csv", ("64m",), ("h100-8",))
-  fields = [f"--config.{name}={value}" for name, value in TEXT.items()]
-  line = [f"--config={SPEC}", *fields, "--workdir=gs://B/x", "--only=^64m"]
-  line += ["--dry_run", f"--plans={path}", *settings]
-  assert cli.main(scaling_law.EXPERIMENT, line) == status
+  launcher, *settings = settings.split()
+  name = "v5e-8" if launcher in ("tpu_vm", "jobset") else "h100-8"
+  path = plans_file(tmp_path / "p.csv", ("64m",), (name,))
+  line = [f"--config.{name}={value}" for name, value in TEXT.items()]
+  line += ["--workdir=gs://B/x", "--only=^64m", "--dry_run", f"--plans={path}"]
+  line += [f"--launcher={launcher}", *(f"--set={text}" for text in settings)]
+  planned = [f"--config={SPEC}", *line]
+  assert cli.main(scaling_law.EXPERIMENT, planned) == 2 * (not has_plans)
   out, err = capsys.readouterr()
-  if status == 0:
-    assert f"{hours('64m'):,.1f}" in out and "h100-8" in out
+  if has_plans:
+    assert f"{hours('64m'):,.1f}" in out and name in out
   else:
     assert err.count("\n") == 1 and "expected a slice with plans" in err
-    assert "h100-8; 9 of 9 have none" in err
+    assert f"{name}; 9 of 9 have none there, such as 64m-" in err
+  if launcher == "tpu_vm":
+    by_hand = [f"--config={SPEC.removesuffix(',planned')}", *line]
+    assert cli.main(scaling_law.EXPERIMENT, by_hand) == 0
 
 
 def test_workers_record_the_chips_that_they_hold(tmp_path, monkeypatch):

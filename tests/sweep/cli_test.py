@@ -106,11 +106,13 @@ def test_a_refused_launch_writes_nothing(
 
 
 def test_a_launch_without_its_package_writes_nothing(
-  main, tmp_path, monkeypatch
+  main, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setitem(sys.modules, "ray", None)
   before = sorted(tmp_path.rglob("*"))
   assert main("--launcher=ray") == 2
+  text = capsys.readouterr().err
+  assert "attnres-jax[ray]" in text and text.count("\n") == 1
   assert sorted(tmp_path.rglob("*")) == before
 
 

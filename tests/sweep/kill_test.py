@@ -172,20 +172,6 @@ def test_two_launchers_at_once(unbroken, source, tmp_path):
     assert not tiny_run.events(folder / run.name, "resume")
 
 
-@pytest.mark.more
-def test_a_full_disk_ends_a_launch_with_one_line(source, tmp_path):
-  (run, other) = tiny_sweep.prepare(tmp_path / "sweep", source)
-  blocked = tmp_path / "sweep" / run.name / "metrics.jsonl"
-  blocked.symlink_to("/dev/full")
-  code, text = tiny_sweep.launch(tmp_path / "sweep", source)
-  assert code == 1
-  assert text.count("no space left on device: ") == 1
-  state = tiny_sweep.state(tmp_path / "sweep" / run.name)
-  assert state["status"] == "failed"
-  assert "space left on device" in state["error"]
-  assert not tiny_sweep.state(tmp_path / "sweep" / other.name)
-
-
 @pytest.mark.slow
 def test_a_disk_that_fills_up_during_a_sweep(unbroken, source, tmp_path):
   """On a real file system of a few megabytes, where one may be mounted."""

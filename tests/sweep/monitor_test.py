@@ -37,12 +37,8 @@ def test_nothing_measured_and_nothing_left():
   done = [progress("a", "done", step=100, step_seconds=0.1)]
   assert monitor.total_seconds_left(done, 1) == 0.0
   assert monitor.summary(done, 1) == "1/1 done"
-
-
-def test_durations():
   assert monitor.duration(9.6) == "0:00:10"
   assert monitor.duration(27 * 3600 + 61) == "27:01:01"
-  assert monitor.duration(None) == "?"
 
 
 def test_runs_of_a_folder(tmp_path):

@@ -81,6 +81,7 @@ def test_second_claim_is_refused_until_the_first_is_released(place):
     with pytest.raises(claims.HeldError) as refused:
       claims.acquire(place)
     assert _state(place) == before
+    assert exits.of_error(refused.value) == exits.Exit.AGAIN
     line = str(refused.value)
     assert "\n" not in line and str(place) in line
     assert f"process {os.getpid()} on {socket.gethostname()}, started" in line
@@ -233,7 +234,3 @@ def test_clocks_of_other_hosts_do_not_count(
       claims.epath.Path(tmp_path), dataclasses.replace(other, pid=8), patience
     )
     assert number == 4 and claims.LEASE_SECONDS <= now[0] < 100
-
-
-def test_a_held_folder_may_be_tried_again():
-  assert exits.of_error(claims.HeldError("x")) == exits.Exit.AGAIN

@@ -29,7 +29,7 @@ class _Dataset:
     return self.opened[-1]
 
 
-def _evaluator(batches, are_bytes=True, count=3):
+def _evaluator(batches, are_bytes=True):
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=4))
 
   @jax.jit
@@ -41,10 +41,7 @@ def _evaluator(batches, are_bytes=True, count=3):
     )
 
   dataset = _Dataset(batches)
-  return (
-    evaluate.Evaluator(count, dataset, mesh, eval_step, are_bytes),
-    dataset,
-  )
+  return evaluate.Evaluator(3, dataset, mesh, eval_step, are_bytes), dataset
 
 
 def _batches(count, rows=4):
@@ -68,6 +65,8 @@ def test_sums_over_the_first_batches_every_time():
       scale * used.sum() / math.log(2) / (used != SEPARATOR).sum(),
       rtol=1e-6,
     )
+  tokens, _ = _evaluator(batches, are_bytes=False)
+  assert "bits_per_byte" not in tokens(jnp.float32(1.0))
   (opened,) = dataset.opened
   assert inspect.getgeneratorstate(opened) == inspect.GEN_CLOSED
 
@@ -82,11 +81,6 @@ def test_processes_with_the_same_rows_count_their_bytes_once(monkeypatch):
   monkeypatch.undo()
   model = jnp.float32(1.0)
   assert ranks(model)["bits_per_byte"] == single(model)["bits_per_byte"]
-
-
-def test_bits_per_byte_only_of_bytes():
-  evaluator, _ = _evaluator(_batches(1), are_bytes=False)
-  assert "bits_per_byte" not in evaluator(jnp.float32(1.0))
 
 
 def test_bytes_across_documents_and_padding_do_not_count():

@@ -22,7 +22,6 @@ from attnres_jax.train import compiling
 from attnres_jax.train import loop
 from attnres_jax.train import metrics
 from attnres_jax.train import run_folder
-from attnres_jax.train import saves
 from attnres_jax.train import step_log
 from attnres_jax.train import train_state
 from tests import tiers
@@ -148,8 +147,9 @@ def test_model_is_the_trained_one(unbroken):
   np.testing.assert_allclose(bits, summary["bits_per_byte"], 1e-5)
 
 
-@tiers.parametrize("step", [5, 15])
+@tiers.parametrize("step", [5, 15, 20])
 def test_resumed_run_equals_uninterrupted_run(unbroken, run, fields, step):
+  """Also one that was killed between its last save and its summary."""
   tiny_run.rewind(run, step)
   before = metrics.read_rows(run)
   summary = tiny_run.train_here(run, fields)
@@ -167,7 +167,8 @@ def test_resumed_run_equals_uninterrupted_run(unbroken, run, fields, step):
     row["seconds"] for row in tiny_run.events(run, "compiled")
   )
   del spent["lost_steps"], spent["chip_seconds"]
-  assert all(seconds > 0 for seconds in spent.values())
+  spent_names = {name for name, seconds in spent.items() if seconds > 0}
+  assert spent_names == spent.keys() - ({"lost"} if step == 20 else set())
   # Of both attempts; saves do not overlap with anything else that is counted.
   assert sum(spent.values()) <= unbroken[1]["seconds"] + summary["seconds"]
   for name in ("train_loss", "validation_loss", "bits_per_byte", "parameters"):
@@ -285,13 +286,6 @@ def test_refusals_of_a_start(wrong, quick, tmp_path):
   with pytest.raises((config_lib.ConfigError, jax.errors.JaxRuntimeError)):
     tiny_run.train_here(tmp_path / "run", quick | wrong)
   assert (tmp_path / "run").exists() == ("train.start_from" not in wrong)
-
-
-def test_killed_between_last_save_and_summary(unbroken, run, fields):
-  (run / "summary.json").unlink()
-  summary = tiny_run.train_here(run, fields)
-  assert summary["validation_loss"] == unbroken[1]["validation_loss"]
-  tiny_run.assert_same_run(unbroken[0], run)
 
 
 def _cut(folder):
@@ -455,7 +449,7 @@ def _poison(monkeypatch, *steps):
   monkeypatch.setattr(train_state.Program, "train_step", property(train_step))
 
 
-@tiers.parametrize("bad", [7, 20])
+@tiers.parametrize("bad", [7, 2, 20])
 def test_nan_stops_with_the_last_good_checkpoint(
   quick, tmp_path, monkeypatch, bad
 ):
@@ -464,21 +458,16 @@ def test_nan_stops_with_the_last_good_checkpoint(
     tiny_run.train_here(tmp_path, quick)
   assert error.value.step == bad
   assert "loss is nan" in str(error.value) and "grad_norm" in str(error.value)
+  (event,) = tiny_run.events(tmp_path, "not finite")
+  assert event["step"] == bad and event["policy"] == "stop"
   newest = (bad - 1) // 5 * 5
+  if not newest:
+    assert error.value.__notes__ == ["last good checkpoint: none yet"]
+    return
   assert f"step {newest} in" in error.value.__notes__[0]
   assert checkpoint.all_steps(tmp_path)[-1] == newest
   _, model = checkpoint.load_model(tmp_path)
   assert all(np.isfinite(a).all() for a in jax.tree.leaves(model))
-  (event,) = tiny_run.events(tmp_path, "not finite")
-  assert event["step"] == bad and event["policy"] == "stop"
-
-
-@pytest.mark.more
-def test_nan_before_any_checkpoint(quick, tmp_path, monkeypatch):
-  _poison(monkeypatch, 2)
-  with pytest.raises(step_log.NonFiniteError) as error:
-    tiny_run.train_here(tmp_path, quick)
-  assert error.value.__notes__ == ["last good checkpoint: none yet"]
 
 
 def test_nan_steps_are_skipped_and_counted(quick, tmp_path, monkeypatch):
@@ -512,18 +501,6 @@ def test_processes_say_their_step_before_they_compile(
   with pytest.raises(RuntimeError, match="compiling"):
     tiny_run.train_here(quick_run, quick)
   assert told == [10]
-
-
-def test_small_saves_do_not_wait_for_hours(quick, tmp_path, monkeypatch):
-  """A process whose save fails, and the others, wait for each other so long."""
-
-  def checkpointer(folder, config, seconds, before_name):
-    assert seconds == 1200
-    raise RuntimeError("no saves")
-
-  monkeypatch.setattr(saves.orbax_io, "checkpointer", checkpointer)
-  with pytest.raises(RuntimeError, match="no saves"):
-    tiny_run.train_here(tmp_path, quick)
 
 
 def test_hosts_with_other_texts_are_refused(quick, tmp_path, monkeypatch):

@@ -88,17 +88,12 @@ def test_lines_of_the_console():
   console.write({"step": 10, "split": "depth", "rms": [1.0]})
   # Causes quote what damaged files hold.
   console.write({"step": 10, "split": "event", "event": "x", "c": "\x1b[2J"})
+  long = console_lib.Console(200, file=out)
+  long.write({"step": 20, "split": "train", "step_seconds": 20.5})
   assert out.getvalue().splitlines() == [
     "step 1/10 train: loss 1.235",
     "step 10/10 train: loss 1.235",
     "step 10/10 validation: loss 2",
     "step 10/10 x: c \ufffd[2J",
+    "step 20/200 train: step_seconds 20.5, left 1:01:30",
   ]
-
-
-def test_lines_say_how_long_is_left():
-  out = io.StringIO()
-  console = console_lib.Console(200, file=out)
-  row = {"step": 20, "split": "train", "loss": 1.0, "step_seconds": 20.5}
-  console.write(row)
-  assert out.getvalue().rstrip().endswith("step_seconds 20.5, left 1:01:30")

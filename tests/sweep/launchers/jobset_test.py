@@ -99,23 +99,25 @@ def test_the_parts_of_the_queue_name_each_other():
 
 
 @pytest.mark.parametrize(
-  "name,accelerator,shape,hosts,per_host",
+  "slices,settings,accelerator,shape,hosts,per_host",
   [
-    ("v4-8", "tpu-v4-podslice", "2x2x1", 1, 4),
-    ("v5e:1x1", "tpu-v5-lite-podslice", "1x1", 1, 1),
-    ("v5litepod-16", "tpu-v5-lite-podslice", "4x4", 4, 4),
-    ("v5p-128", "tpu-v5p-slice", "4x4x4", 16, 4),
-    ("v6e:2x4", "tpu-v6e-slice", "2x4", 2, 4),
-    ("tpu7x:2x2x2", "tpu7x", "2x2x2", 2, 4),
+    (3, {"slice": "v4-8"}, "tpu-v4-podslice", "2x2x1", 1, 4),
+    (3, {"slice": "v5e:1x1"}, "tpu-v5-lite-podslice", "1x1", 1, 1),
+    (2, {"slice": "v5litepod-16"}, "tpu-v5-lite-podslice", "4x4", 4, 4),
+    (3, {"slice": "v5p-128"}, "tpu-v5p-slice", "4x4x4", 16, 4),
+    (1, {"slice": "v6e:2x4"}, "tpu-v6e-slice", "2x4", 2, 4),
+    (1, {"slice": "v6e:2x4", "chips_per_host": "8"},
+     "tpu-v6e-slice", "2x4", 1, 8),
+    (3, {"slice": "tpu7x:2x2x2"}, "tpu7x", "2x2x2", 2, 4),
   ],
-)
+)  # fmt: skip
 def test_pods_ask_for_the_hosts_of_the_slice(
-  name, accelerator, shape, hosts, per_host
+  slices, settings, accelerator, shape, hosts, per_host
 ):
-  manifest, _ = rendered("run-0", slice=name, slices="3")
+  manifest, _ = rendered("run-0", slices=str(slices), **settings)
   (replicated,) = manifest["spec"]["replicatedJobs"]
   job, container = job_of(manifest), container_of(manifest)
-  assert replicated["replicas"] == 3
+  assert replicated["replicas"] == slices
   assert job["parallelism"] == job["completions"] == hosts
   assert job["completionMode"] == "Indexed"
   pod = job["template"]["spec"]
@@ -128,29 +130,11 @@ def test_pods_ask_for_the_hosts_of_the_slice(
   assert hosts * per_host == math.prod(map(int, shape.split("x")))
   several_hosts = "exclusive-topology" in str(manifest["metadata"])
   assert several_hosts == (hosts > 1)
-  # Three slices are several hosts in any case.
-  assert pod["hostNetwork"] and "--distributed" in container["command"]
-
-
-@pytest.mark.parametrize("name", ["v2-8", "v3-32"])
-def test_generations_that_the_cluster_does_not_have(name):
-  with pytest.raises(config_lib.ConfigError, match=f"'{name}', expected .* v4"):
-    rendered("run-0", slice=name)
-
-
-def test_one_host_needs_no_cluster():
-  manifest, _ = rendered("run-0", slice="v6e:2x4", chips_per_host="8")
-  assert container_of(manifest)["resources"]["limits"] == {"google.com/tpu": 8}
-  assert "--distributed" not in container_of(manifest)["command"]
-  assert "hostNetwork" not in job_of(manifest)["template"]["spec"]
-
-
-@pytest.mark.parametrize("slices", [1, 2])
-def test_pods_of_one_slice_keep_their_service_account(slices):
-  manifest, _ = rendered("run-0", slice="v6e-16", slices=str(slices))
-  assert "--distributed" in container_of(manifest)["command"]
-  pod = job_of(manifest)["template"]["spec"]
-  # On the network of the host, pods have the account of their node.
+  # One host needs no cluster; several slices are several hosts in any case.
+  cluster = "--distributed" in container["command"]
+  assert cluster == (slices * hosts > 1)
+  # On the network of the host, pods have the account of their node, not their
+  # own, so that one slice does without.
   assert ("hostNetwork" in pod) == ("dnsPolicy" in pod) == (slices > 1)
 
 
@@ -222,6 +206,9 @@ def test_launch_writes_what_is_not_done(bucket, tmp_path, capsys):
   "settings,message",
   [
     ({"slice": "v9:2x2"}, "slice: got 'v9:2x2', expected a TPU slice"),
+    # Generations that the cluster does not have.
+    ({"slice": "v2-8"}, "slice: got 'v2-8', expected"),
+    ({"slice": "v3-32"}, "slice: got 'v3-32', expected"),
     ({"slices": "0"}, "slices: got '0', expected a whole number of at least 1"),
     ({"chips_per_host": "3"}, "chips_per_host: got 3, expected a divisor of 8"),
   ],

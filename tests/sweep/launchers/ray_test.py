@@ -17,7 +17,6 @@ import time
 
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax.common import exits
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
@@ -42,18 +41,6 @@ path, settings = sys.argv[1], json.loads(sys.argv[2])
 options = launchers.Options(max_parallel=2, settings=settings)
 sys.exit(launchers.launch("ray", folder.read(path), path, options))
 """
-
-
-def test_a_run_outlives_many_preemptions():
-  # A spot slice that no one drains before it is lost counts as a failure.
-  assert launcher.SETTINGS["max_restarts"].default >= 50
-
-
-def test_without_ray_one_line_says_what_to_install(monkeypatch, tmp_path):
-  monkeypatch.setitem(sys.modules, "ray", None)
-  with pytest.raises(config_lib.ConfigError, match=r"attnres-jax\[ray\]") as e:
-    launchers.launch("ray", [], tmp_path, launchers.Options())
-  assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("come", [True, False])
