@@ -99,15 +99,14 @@ def test_two_processes_stop_and_die_together_and_equal_one(
 @pytest.mark.more
 def test_all_processes_learn_that_the_folder_is_taken(fields, tmp_path):
   claim = claims.acquire(tmp_path)
-  before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+  before = tiny_run.contents(tmp_path)
   for process in tiny_run.start_two(tmp_path, fields):
     process.wait(120)
     _, err = tiny_run.kill(process)
     assert process.returncode == 1, err
     errors = [line for line in err.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and f"in use by process {os.getpid()}" in errors[0]
-  after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-  assert after == before
+  assert tiny_run.contents(tmp_path) == before
   claim.release()
 
 

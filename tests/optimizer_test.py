@@ -9,52 +9,23 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import optimizer
-from tests import tiny_network
+from tests.optimizer import muon_test
 
 
 def _config(**fields):
   return config_lib.OptimConfig(**fields)
 
 
-def test_decay_alone():
-  """Without a gradient there is only decay, and only where it applies."""
-  model = tiny_network.model()
-  transform = optimizer.make_optimizer(_config(weight_decay=0.25))
-  zeros = jax.tree.map(jnp.zeros_like, model)
-
-  @jax.jit
-  def update(zeros, model):
-    return transform.update(
-      zeros, transform.init(model), model, learning_rate=2.0, balance_rate=0.0
-    )[0]
-
-  updates = update(zeros, model)
-  for actual, params in (
-    (updates.sublayers, model.sublayers),
-    (updates.embedding, model.embedding),
-    (updates.final_norm, model.final_norm),
-  ):
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(params)):
-      np.testing.assert_allclose(a, -0.5 * b, rtol=1e-6)
-  for leaf in jax.tree.leaves(updates.residual):
-    np.testing.assert_array_equal(leaf, 0.0)
-
-
-def _tree(w, v, bias):
-  """A matrix, a gain, a bias."""
-  return {
+def _tree(w, v, bias, query=None):
+  """A matrix, a gain, a bias; and a vector that does not decay."""
+  tree = {
     "w": nnx.Param(jnp.float32(w), axes="D|E"),
     "v": nnx.Param(jnp.float32(v), axes="D"),
     "bias": nnx.Param(jnp.float32(bias), axes="E", load=True),
   }
-
-
-def _orthogonal(g, iterations=5):
-  x = g / np.linalg.norm(g)
-  for _ in range(iterations):
-    a = x @ x.T
-    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-  return x
+  if query is not None:
+    tree["query"] = nnx.Param(jnp.float32(query), axes="D", decays=False)
+  return tree
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -67,7 +38,8 @@ def test_steps_by_definition(name, clip_norm):
     muon_momentum=0.7, muon_update_rms=0.3,
   )  # fmt: skip
   rng = np.random.default_rng(0)
-  params = {"w": rng.standard_normal((1, 4, 6)), "v": rng.standard_normal(4)}
+  shapes = {"w": (1, 4, 6), "v": 4, "query": 4}
+  params = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
   bias = np.array([0.5, -0.25, 0.0])
   transform = optimizer.make_optimizer(config)
   tree = _tree(**params, bias=bias)
@@ -79,12 +51,9 @@ def test_steps_by_definition(name, clip_norm):
     gradient = {k: rng.standard_normal(p.shape) for k, p in params.items()}
     load = np.array([1000.0, 4000.0, 7000.0])
     rate = 0.1 * t
+    loads = _tree(**gradient, bias=load)
     updates, state = transform.update(
-      _tree(**gradient, bias=load),
-      state,
-      tree,
-      learning_rate=rate,
-      balance_rate=0.5,
+      loads, state, tree, learning_rate=rate, balance_rate=0.5
     )
     actual = {name: update[...] for name, update in updates.items()}
     norm = np.sqrt(sum(np.sum(g**2) for g in gradient.values()))
@@ -97,10 +66,12 @@ def test_steps_by_definition(name, clip_norm):
       step = m[k] / (1 - b1**t) / (np.sqrt(v[k] / (1 - b2**t)) + eps)
       if k == "w" and name == "muon":
         buffer = 0.7 * buffer + g[0]
-        step = 0.3 * np.sqrt(6) * _orthogonal(g[0] + 0.7 * buffer)[None]
+        nesterov = muon_test.orthogonal(g[0] + 0.7 * buffer)
+        step = 0.3 * np.sqrt(6) * nesterov[None]
       tolerance = 0.05 if k == "w" and name == "muon" else 1e-5
+      decayed = decay * params[k] * (k != "query")
       np.testing.assert_allclose(
-        actual[k], -rate * (step + decay * params[k]), atol=tolerance * rate
+        actual[k], -rate * (step + decayed), atol=tolerance * rate
       )
     # Signs +, 0, - of what is missing; their mean is zero.
     np.testing.assert_allclose(actual["bias"], [0.5, 0.0, -0.5], atol=1e-7)

@@ -56,14 +56,6 @@ def _write(folder, *contents):
     path.write_bytes(ours[name] if content is None else content)
 
 
-def _read(folder):
-  return {
-    path.relative_to(folder).as_posix(): path.read_bytes()
-    for path in sorted(folder.rglob("*"))
-    if path.is_file()
-  }
-
-
 def _is_readable(name, content):
   first = content.split(b"\n")[0]
   try:
@@ -79,7 +71,7 @@ def _check(root, others, named):
   shutil.rmtree(folder, ignore_errors=True)
   folder.mkdir()
   _write(folder, others, named)
-  before = _read(folder)
+  before = tiny_run.contents(folder)
   foreign = {name for name, content in named.items() if content}
   is_ours = any(c is None and name != "lock" for name, c in named.items())
   try:
@@ -87,9 +79,9 @@ def _check(root, others, named):
   except config_lib.ConfigError as error:
     assert any(f"{name}, which is there" in str(error) for name in foreign)
     assert str(error).isprintable() and str(folder) in str(error)
-    assert _read(folder) == before
+    assert tiny_run.contents(folder) == before
     return
-  after = _read(folder)
+  after = tiny_run.contents(folder)
   assert after["summary.json"] and checkpoint.all_steps(folder) == [1]
   # A damaged file of a run of ours may be rebuilt, and only that.
   assert not foreign or is_ours

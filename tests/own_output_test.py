@@ -2,6 +2,7 @@
 """A command writes a file where it is told, unless somebody else's is there."""
 
 import contextlib
+import functools
 import io
 import shutil
 from unittest import mock
@@ -45,25 +46,16 @@ def sweep(tmp_path_factory):
   return tiny_sweep.finished(tmp_path_factory.mktemp("sweep"))[0]
 
 
-def _slurm(path, sweep):
-  given = {"script": str(path)}
-  return launchers.launch(
-    "slurm", RUNS, "gs://b/s", launchers.Options(settings=given)
-  )
-
-
-def _skypilot(path, sweep):
-  given = {"slice": "v6e-16", "task": str(path)}
-  return launchers.launch(
-    "skypilot", RUNS, "gs://b/s", launchers.Options(settings=given)
-  )
-
-
-def _jobset(path, sweep):
-  given = {"image": "a", "slice": "v5p:2x2x2", "manifests": str(path.parent)}
-  return launchers.launch(
-    "jobset", RUNS, "gs://b/s", launchers.Options(settings=given)
-  )
+def _launch(name, path, sweep):
+  of_launcher = {
+    "slurm": {"script": str(path)},
+    "skypilot": {"slice": "v6e-16", "task": str(path)},
+    "jobset": {
+      "image": "a", "slice": "v5p:2x2x2", "manifests": str(path.parent)
+    },
+  }  # fmt: skip
+  options = launchers.Options(settings=of_launcher[name])
+  return launchers.launch(name, RUNS, "gs://b/s", options)
 
 
 def _collect(path, sweep):
@@ -84,9 +76,13 @@ def _cost(path, sweep):
 
 # Command -> a name of a file that it writes.
 OUTPUTS: dict = {
-  _slurm: "sweep.sbatch", _skypilot: "task.yaml", _jobset: "queue.yaml",
-  _collect: "rows.csv", _flops: "numbers.json", _cost: "costs.csv",
-}  # fmt: skip
+  functools.partial(_launch, "slurm"): "sweep.sbatch",
+  functools.partial(_launch, "skypilot"): "task.yaml",
+  functools.partial(_launch, "jobset"): "queue.yaml",
+  _collect: "rows.csv",
+  _flops: "numbers.json",
+  _cost: "costs.csv",
+}
 
 
 def _outcome(command, *args):

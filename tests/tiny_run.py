@@ -210,6 +210,15 @@ def environment(devices=1):
   }
 
 
+def contents(folder):
+  """{path: bytes} of all files in a folder."""
+  return {
+    path.relative_to(folder).as_posix(): path.read_bytes()
+    for path in sorted(pathlib.Path(folder).rglob("*"))
+    if path.is_file()
+  }
+
+
 def rows(workdir, split):
   """{step: row} of a run, times left out; fails on a step logged twice."""
   by_step = {}

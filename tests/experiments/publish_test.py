@@ -13,6 +13,7 @@ from attnres_jax.sweep import folder as folder_lib
 from experiments import publish
 from experiments.pages import readme as readme_lib
 from experiments.scaling_law import report
+from tests import tiny_run
 from tests.sweep import tiny_sweep
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -33,23 +34,29 @@ def test_documents_show_the_committed_rows(name):
     assert filled[path] == text, f"run `{command}`"
 
 
+def _in_copy(name, root, monkeypatch):
+  """What an experiment publishes, in a copy of its folder."""
+  folder = root / "experiments" / name
+  shutil.copytree(ROOT / "experiments" / name, folder)
+  # It fills tables of these pages, too.
+  for file in ("docs/launch.md", "docs/plan.md", "configs/plans.csv"):
+    (root / file).parent.mkdir(exist_ok=True)
+    shutil.copy(ROOT / file, root / file)
+  published = readme_lib.load(name)
+  published = dataclasses.replace(published, file=folder / "report.py")
+  monkeypatch.setattr(readme_lib, "load", lambda name: published)
+  return published, folder
+
+
 @pytest.mark.more
 def test_rows_are_adopted_once_a_sweep_is_done(tmp_path, monkeypatch, capsys):
   sweep = tmp_path / "sweep"
-  experiment = tmp_path / "experiments" / "scaling_law"
-  experiment.mkdir(parents=True)
-  # It fills tables of these pages, too.
-  for file in ("docs/launch.md", "docs/plan.md", "configs/plans.csv"):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    shutil.copy(ROOT / file, tmp_path / file)
+  published, experiment = _in_copy("scaling_law", tmp_path, monkeypatch)
   readme = experiment / "README.md"
   readme.write_text(
     "above\n<!-- results: how -->\nold\n<!-- /results -->\nbelow\n"
     "<!-- learning_rates: how -->\nkept\n<!-- /learning_rates -->\n"
   )
-  published = readme_lib.load("scaling_law")
-  published = dataclasses.replace(published, file=experiment / "report.py")
-  monkeypatch.setattr(readme_lib, "load", lambda name: published)
   runs = grid.select(grid.load("configs/scaling.py"), "^(xs|s)-.*seed0")
   runs = folder_lib.prepare(sweep, runs, "configs/scaling.py")
   for run in runs[:-1]:
@@ -113,26 +120,16 @@ def test_what_publishes_nothing(name, capsys):
 def test_refused_rows_change_nothing(
   name, content, tmp_path, monkeypatch, capsys
 ):
-  folder = tmp_path / "experiments" / name
-  shutil.copytree(ROOT / "experiments" / name, folder)
-  for file in ("docs/launch.md", "docs/plan.md", "configs/plans.csv"):
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    shutil.copy(ROOT / file, tmp_path / file)
-  published = readme_lib.load(name)
-  published = dataclasses.replace(published, file=folder / "report.py")
-  monkeypatch.setattr(readme_lib, "load", lambda name: published)
+  published, _ = _in_copy(name, tmp_path, monkeypatch)
   if content is None:
     rows = published.read()
     content = csv_rows.text([dict(rows[0], validation_loss="nan"), *rows[1:]])
   new = tmp_path / "new.csv"
   new.write_text(content)
-  files = lambda: {
-    path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
-  }
-  before = files()
+  before = tiny_run.contents(tmp_path)
   assert publish.main([name, f"--adopt={new}"]) == 2
   line = capsys.readouterr().err
   assert (
     line.startswith(f"error: --adopt: got '{new}'") and line.count("\n") == 1
   )
-  assert files() == before
+  assert tiny_run.contents(tmp_path) == before

@@ -82,17 +82,9 @@ def _copy(source, target):
   shutil.copytree(source, target)
 
 
-def _read(folder):
-  return {
-    path.relative_to(folder).as_posix(): path.read_bytes()
-    for path in sorted(folder.rglob("*"))
-    if path.is_file()
-  }
-
-
 def _damage(folder, events):
   """Applies damages; returns the names of the files that have changed."""
-  before = _read(folder)
+  before = tiny_run.contents(folder)
   names = list(before)
   for kind, which, other, where in events:
     path, partner = (folder / names[i % len(names)] for i in (which, other))
@@ -111,7 +103,7 @@ def _damage(folder, events):
     path.write_bytes(data)
     if kind == "delete":
       path.unlink()
-  after = _read(folder)
+  after = tiny_run.contents(folder)
   return {name for name in names if before[name] != after.get(name)}
 
 
@@ -125,7 +117,7 @@ def _steps(names):
 
 def _check_kept(folder, before, touched, original):
   """Untouched checkpoints, and their rows, are what they were."""
-  after = _read(folder)
+  after = tiny_run.contents(folder)
   good = _steps(before) - _steps(touched)
   for name, data in before.items():
     if _steps([name]) & good:
@@ -142,17 +134,17 @@ def damaged(cases, tmp_path):
   """Damages copies of a folder, acts on each, and checks what is left."""
 
   def damaged(source, act):
-    folder, original = tmp_path / "run", _read(source)
+    folder, original = tmp_path / "run", tiny_run.contents(source)
 
     def check(events):
       _copy(source, folder)
       touched = _damage(folder, events)
-      before = _read(folder)
+      before = tiny_run.contents(folder)
       act(folder, touched)
       _check_kept(folder, before, touched, original)
 
     laws.explore(cases, check, damages)
-    assert _read(source) == original
+    assert tiny_run.contents(source) == original
 
   return damaged
 
@@ -176,11 +168,11 @@ def test_verify(runs, damaged):
   """Names every checkpoint with a damaged file, if its checksums are there."""
 
   def act(folder, touched):
-    before = _read(folder)
+    before = tiny_run.contents(folder)
     status, out, _ = laws.outcome(
       checkpoint.main, ["verify", f"--workdir={folder}"], per_run=True
     )
-    assert _read(folder) == before, "verifying changed the run"
+    assert tiny_run.contents(folder) == before, "verifying changed the run"
     for name in touched:
       for step in _steps([name]) & set(checkpoint.all_steps(folder)):
         sums = f"checkpoints/{step}/checksums.json"

@@ -18,51 +18,60 @@ from tests import tiers
 EPS = 1e-6
 
 
-def oracle(query, sources):
-  """Eq. 2-4 in NumPy float64, source by source."""
+def oracle(query, sources, heads=1, rank=None):
+  """Eq. 2-4 in NumPy float64; lse is [Q, *tokens, heads]."""
+  query, sources = np.asarray(query), np.asarray(sources)
+  width = sources.shape[-1]
+  rank = rank or width
   out = np.zeros((len(query),) + sources.shape[1:])
-  lse = np.zeros((len(query),) + sources.shape[1:-1])
-  for q, u in enumerate(query):
-    for token in np.ndindex(sources.shape[1:-1]):
-      v = sources[(slice(None), *token)]
-      score = (v @ u) / np.sqrt((v**2).mean(-1) + EPS)
-      e = np.exp(score - score.max())
-      out[(q, *token)] = (e / e.sum()) @ v
-      lse[(q, *token)] = np.log(e.sum()) + score.max()
+  lse = np.zeros((len(query),) + sources.shape[1:-1] + (heads,))
+  for q, *token, h in np.ndindex(lse.shape):
+    v = sources[(slice(None), *token)]
+    key = v[:, width - rank :]
+    key = key / np.sqrt((key**2).mean(-1, keepdims=True) + EPS)
+    mine = slice(h * rank // heads, (h + 1) * rank // heads)
+    score = key[:, mine] @ query[q, mine]
+    e = np.exp(score - score.max())
+    mine = slice(h * width // heads, (h + 1) * width // heads)
+    out[(q, *token)][mine] = (e / e.sum()) @ v[:, mine]
+    lse[(q, *token, h)] = np.log(e.sum()) + score.max()
   return out, lse
 
 
-def exact(query, source, dout, dlse):
+def exact(query, source, dout, dlse, **options):
   """Values by the definition, and its gradients by autodiff, in float64."""
   with jax.enable_x64(True):
     query, source, dout, dlse = (
       jnp.asarray(a, "float64") for a in (query, source, dout, dlse)
     )
     out, lse, dquery, dsources = jax.device_get(
-      _run_compiled("reference", query, tuple(source), dout, dlse)
+      _run_compiled("reference", query, tuple(source), dout, dlse, **options)
     )
     # The reference is differentiated by autodiff, so check its values.
-    for a, b in zip((out, lse), oracle(np.array(query), np.array(source))):
-      np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+    for a, b in zip((out, lse), oracle(query, source, **options)):
+      np.testing.assert_allclose(a, b.reshape(a.shape), rtol=1e-9, atol=1e-11)
   return out, lse, dquery, np.stack(dsources)
 
 
-def make(seed, queries, sources, tokens, width, dtype, scale=0.3):
+def make(seed, queries, sources, tokens, width, dtype, heads=None, rank=None):
   rng = np.random.default_rng(seed)
-  query = jnp.asarray(rng.normal(size=(queries, width)) * scale, jnp.float32)
+  query = rng.normal(size=(queries, rank or width))
+  query = jnp.asarray(query * 0.3, jnp.float32)
   shape = (sources, *tokens, width)
   source = jnp.asarray(rng.normal(size=shape), dtype)
   dout = jnp.asarray(rng.normal(size=(queries, *tokens, width)), dtype)
-  dlse = jnp.asarray(rng.normal(size=(queries, *tokens)), jnp.float32)
+  of_heads = (heads,) if heads else ()
+  dlse = rng.normal(size=(queries, *tokens, *of_heads))
+  dlse = jnp.asarray(dlse, jnp.float32)
   return query, source, dout, dlse
 
 
-def run(implementation, query, sources, dout, dlse):
+def run(implementation, query, sources, dout, dlse, **options):
   """Values and both gradients through the public function."""
 
   def f(query, sources):
     return depth_attention(
-      query, sources, eps=EPS, implementation=implementation
+      query, sources, eps=EPS, implementation=implementation, **options
     )
 
   params = pltpu.InterpretParams(detect_races=True)
@@ -72,13 +81,15 @@ def run(implementation, query, sources, dout, dlse):
   return out, lse, dquery, dsources
 
 
-_run_compiled = jax.jit(run, static_argnums=0)
+_run_compiled = jax.jit(
+  run, static_argnums=0, static_argnames=("heads", "rank")
+)
 
 
-def run_fast(implementation, *arrays):
+def run_fast(implementation, *arrays, **options):
   """`run` as one program, except the interpreter, which is none."""
   call = run if implementation == "pallas_tpu" else _run_compiled
-  return call(implementation, *arrays)
+  return call(implementation, *arrays, **options)
 
 
 PLAIN = ("reference", "xla", None)
@@ -86,15 +97,15 @@ ALL = ("reference", "xla", "pallas_tpu")
 
 
 class TestDepthAttention:
-  def check(self, implementation, query, source, dout, dlse):
+  def check(self, implementation, query, source, dout, dlse, **options):
     dtype = source.dtype
     out, lse, dquery, dsources = run_fast(
-      implementation, query, tuple(source), dout, dlse
+      implementation, query, tuple(source), dout, dlse, **options
     )
     assert out.dtype == dtype
     assert lse.dtype == jnp.float32
     dsources = jnp.stack(dsources)
-    out_, lse_, dquery_, dsources_ = exact(query, source, dout, dlse)
+    out_, lse_, dquery_, dsources_ = exact(query, source, dout, dlse, **options)
     # The error of storing the exact result in this dtype, plus 10 %.
     stored = [
       1.1 * compare.error(jnp.asarray(x, dtype), x)
@@ -110,12 +121,20 @@ class TestDepthAttention:
   @pytest.mark.parametrize("implementation", PLAIN)
   @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
   @tiers.parametrize(
-    "shape",
-    ((1, 1, (3,), 8), (3, 4, (2, 5), 24), (11, 3, (2, 2, 2), 40)),
-    first=2,
+    "shape,options",
+    [
+      ((1, 1, (3,), 8), {}),
+      ((3, 4, (2, 5), 24), {}),
+      ((9, 3, (2,), 12), dict(heads=6)),
+      ((11, 3, (2, 2, 2), 40), {}),
+      ((2, 3, (2,), 12), dict(heads=2)),
+      ((9, 3, (2,), 12), dict(rank=5)),
+    ],
+    first=3,
   )
-  def test_plain_backends(self, implementation, dtype, shape):
-    self.check(implementation, *make(0, *shape, dtype))
+  def test_plain_backends(self, implementation, dtype, shape, options):
+    """Operators with several heads, or keys of a lower rank, too."""
+    self.check(implementation, *make(0, *shape, dtype, **options), **options)
 
   @tiers.parametrize(
     "dtype,shape",
@@ -213,5 +232,10 @@ def test_named_backend_that_cannot_run_says_why(any_arguments):
     f(jnp.ones((2, 8)), [jnp.ones((3, 8), jnp.float16)])
   with pytest.raises(NotImplementedError, match="VMEM"):
     jax.eval_shape(f, jnp.ones((64, 8192)), [jnp.ones((16, 8192))] * 130)
+  with pytest.raises(NotImplementedError, match="must be bfloat16 or float32"):
+    f(jnp.ones((2, 8)), [jnp.ones((3, 8), jnp.float16)], heads=2)
+  with pytest.raises(NotImplementedError, match="one head with keys of"):
+    g = functools.partial(depth_attention, implementation="pallas_gpu")
+    g(jnp.ones((2, 8)), [jnp.ones((3, 8))], heads=2)
   with pytest.raises(NotImplementedError, match="512 softmaxes.*heads=64"):
     f(jnp.ones((9, 64)), [jnp.ones((3, 64))] * 2, heads=64)

@@ -15,7 +15,9 @@ from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import platforms
 from tests import tiers
+from tests.kernels import depth_attention_test
 
+EPS = depth_attention_test.EPS
 ALL = ("reference", "xla", "pallas_tpu")
 
 
@@ -192,6 +194,74 @@ class TestDepthMerge:
       lambda x: jnp.sum(combine_mixtures(x, *empty[1:], *empty)[0])
     )
     np.testing.assert_array_equal(gradient(empty[0]), 0)
+
+
+def _draw(*shape, seed=0, dtype=np.float64):
+  rng = np.random.default_rng(seed)
+  return jnp.asarray(rng.standard_normal(shape).astype(dtype))
+
+
+def _pulled(f, *arguments):
+  """`jax.vjp`, compiled as a whole."""
+  results, vjp = jax.jit(functools.partial(jax.vjp, f))(*arguments)
+  return results, jax.jit(lambda *cotangents: vjp(*cotangents))
+
+
+@pytest.mark.usefixtures("float64")
+@tiers.parametrize("options", [dict(heads=6), dict(rank=5)], ids=str)
+def test_heads_and_low_rank_keys(options):
+  """The last source joins as the merge's; the second call norms, too."""
+  rank, width = options.get("rank"), 12
+  query, bank = _draw(rank or width, seed=1), _draw(3, 2, width)
+  phase_1 = functools.partial(depth_attention, eps=EPS, **options)
+  (out,), (lse,) = phase_1(query[None], tuple(bank[:2]))
+  expected, lse_ = depth_attention_test.oracle(query[None], bank, **options)
+  (out_b,), (lse_b,) = phase_1(query[None], tuple(bank[2:]))
+  joined, total = combine_mixtures(out, lse, out_b, lse_b)
+  np.testing.assert_allclose(joined, expected[0], atol=1e-12)
+  np.testing.assert_allclose(total, lse_[0].reshape(total.shape), atol=1e-12)
+
+  def both(implementation, out, lse, query, partial, gain):
+    fixed = dict(eps=EPS, rank=rank, implementation=implementation)
+    return (
+      depth_merge(out, lse, query, partial, **fixed),
+      depth_merge_norm(out, lse, query, partial, gain, **fixed),
+    )
+
+  every = []
+  arguments = out, lse, query, bank[2], _draw(width, seed=4)
+  for implementation in ("reference", None):
+    results, vjp = _pulled(functools.partial(both, implementation), *arguments)
+    np.testing.assert_allclose(results[0], expected[0], atol=1e-12)
+    cotangents = tuple(_draw(*r.shape, seed=6) for r in results)
+    every.append([*results, *vjp(cotangents)])
+  for a, b in zip(*every, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+@tiers.parametrize("implementation", [None, "pallas_tpu"])
+def test_one_head_is_the_same_bit_by_bit(implementation):
+  """Also one head of which the key is the full width."""
+  query, bank = (_draw(*s, dtype=np.float32) for s in ((2, 24), (3, 5, 24)))
+  fixed = dict(implementation=implementation)
+
+  def run(options, query, bank):
+    out, lse = depth_attention(query, tuple(bank), **options, **fixed)
+    assert lse.shape == ((2, 5, 1) if "heads" in options else (2, 5))
+    merged = depth_merge_norm(
+      out[0], lse[0], query[0], bank[0], query[1], **fixed
+    )
+    joined, total = combine_mixtures(out[0], lse[0], out[1], lse[1])
+    return out, merged, joined, jnp.ravel(total)
+
+  every = []
+  for options in ({}, {"heads": 1}, {"rank": 24}):
+    with platforms.interpreted():
+      results, vjp = _pulled(functools.partial(run, options), query, bank)
+      every.append([*results, *vjp(jax.tree.map(jnp.ones_like, results))])
+  for other in every[1:]:
+    for a, b in zip(every[0], other, strict=True):
+      np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.usefixtures("any_arguments")

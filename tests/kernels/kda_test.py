@@ -266,14 +266,6 @@ class TestMemory:
 
 
 class TestTransform:
-  def test_platform_is_chosen_under_a_gradient(self):
-    # Widths that the TPU kernels accept: both are traced, one is lowered.
-    arguments, cotangents = make(37, 1, 20, 1, 128, 128)
-    actual, expected = (
-      run(name, arguments, cotangents, chunk_size=16) for name in (None, "xla")
-    )
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-
   @pytest.mark.more
   def test_sharded_batch_needs_no_collective(self):
     mesh = jax.make_mesh(

@@ -91,6 +91,7 @@ def _value(layers, module, embedding, *, remat, depth_loop, kinds=None):
 
 
 MIXER, MLP = trunks.KINDS
+TWO_SCANS = (MIXER, MLP, MIXER, MLP, *([MLP, MIXER] * 3))
 Read = config_lib.DepthReadConfig
 SLOW = pytest.mark.slow
 
@@ -98,20 +99,22 @@ SLOW = pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 @pytest.mark.more
 @pytest.mark.parametrize(
-  "num_sublayers,remat,block_size,fields",
+  "num_sublayers,remat,block_size,kinds,fields",
   [
     # Kinds of sublayers repeat in every second block; the last one is short.
-    (13, "none", 3, {}),
-    (8, "full", 2, {}),
+    (13, "none", 3, None, {}),
+    (8, "full", 2, None, {}),
     *(
       pytest.param(*case, marks=SLOW)
       for case in (
-        (10, "full", 4, {}),
-        (8, "dots", 2, {}),
-        (6, "full", 1, {}),
+        (10, "full", 4, None, {}),
+        (8, "dots", 2, None, {}),
+        (6, "full", 1, None, {}),
+        (10, "none", 2, TWO_SCANS, {}),
+        (10, "full", 2, TWO_SCANS, {}),
         # Options of a read that change what goes through the bank.
         *(
-          (6, "none", 2, dict(read=Read(**options)))
+          (6, "none", 2, None, dict(read=Read(**options)))
           for options in (
             dict(heads=2), dict(rank=3), dict(null="learned"),
             dict(value_query=True), dict(scale="sum"),
@@ -121,35 +124,20 @@ SLOW = pytest.mark.slow
     ),
   ],
 )  # fmt: skip
-def test_scan_is_unrolled(num_sublayers, remat, block_size, fields):
-  results, scans = _both_forms(
-    num_sublayers, dict(block_size=block_size, **fields), remat=remat
-  )
-  assert scans[0] == 1
-  _assert_equal(*results)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_several_scans(remat):
-  kinds = [MIXER, MLP, MIXER, MLP, *([MLP, MIXER] * 3)]
-  results, scans = _both_forms(10, dict(block_size=2), remat=remat, kinds=kinds)
-  assert scans[0] == 2
-  _assert_equal(*results)
-
-
-def _both_forms(num_sublayers, fields, **options):
-  """Values and gradients of the scan and unrolled; how many scans there are."""
+def test_scan_is_unrolled(num_sublayers, remat, block_size, kinds, fields):
+  """Values and gradients."""
   layers, embedding = trunks.toy(num_sublayers)
-  module = trunks.scheme("block_attnres", num_sublayers, **fields)
+  module = trunks.scheme(
+    "block_attnres", num_sublayers, block_size=block_size, **fields
+  )
   results, scans = [], []
   for form in ("scan", "unrolled"):
-    value = functools.partial(_value, depth_loop=form, **options)
+    value = functools.partial(_value, depth_loop=form, remat=remat, kinds=kinds)
     gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
     results.append(gradient(layers, module, embedding))
     scans.append(jaxprs.count(("scan",), value, layers, module, embedding))
-  return results, scans
+  assert scans[0] == (1 if kinds is None else 2)
+  _assert_equal(*results)
 
 
 def _assert_equal(*results, atol=1e-12):
@@ -159,25 +147,34 @@ def _assert_equal(*results, atol=1e-12):
 
 
 @pytest.mark.parametrize(
-  "tokens,mesh",
+  "name,tokens,mesh",
   [
-    (8, dict(data=1)),
+    ("block_attnres", 8, dict(data=1)),
     # `tensor` divides the tokens of a row, or does not.
-    pytest.param(8, dict(data=2, tensor=2), marks=pytest.mark.more),
-    pytest.param(7, dict(data=2, tensor=2), marks=SLOW),
+    pytest.param(
+      "block_attnres", 8, dict(data=2, tensor=2), marks=pytest.mark.more
+    ),
+    pytest.param("block_attnres", 7, dict(data=2, tensor=2), marks=SLOW),
+    # Streams are sharded as well.
+    pytest.param("mhc", 8, dict(data=2, tensor=2), marks=pytest.mark.more),
   ],
 )
-def test_networks(tokens, mesh):
-  """A scan on a mesh against unrolled blocks on one device."""
+def test_networks(name, tokens, mesh):
+  """A scan over blocks on a mesh against no scan on one device."""
+  is_block = name == "block_attnres"
   rng = np.random.default_rng(0)
   tokens_BT = jnp.int32(rng.integers(0, 16, (4, tokens)))
   documents_BT = jnp.int32(np.arange(tokens) // 3)[None].repeat(4, axis=0)
   results = []
   for form, axes in (("scan", mesh), ("unrolled", dict(data=1))):
-    model: Any = tiny_network.model(num_layers=3, block_size=2, depth_loop=form)
-    query = model.residual.queries.query
-    draw = np.random.default_rng(1).standard_normal(query.shape)
-    query[...] = jnp.float32(0.5 * draw)
+    model: Any = tiny_network.model(
+      name, num_layers=3, block_size=2, scan_layers=is_block,
+      depth_loop=form if is_block else "unrolled",
+    )  # fmt: skip
+    if is_block:
+      query = model.residual.queries.query
+      draw = np.random.default_rng(1).standard_normal(query.shape)
+      query[...] = jnp.float32(0.5 * draw)
 
     def value(model, tokens_BT):
       return jnp.mean(jnp.square(model(tokens_BT, documents_BT)))
@@ -191,7 +188,8 @@ def test_networks(tokens, mesh):
   np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
   for a, b in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
-  assert np.abs(expected.residual.queries.query[...]).max() > 1e-6
+  if is_block:
+    assert np.abs(expected.residual.queries.query[...]).max() > 1e-6
 
 
 def test_sublayers_of_a_training_step_do_not_grow_with_depth():

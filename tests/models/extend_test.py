@@ -148,6 +148,10 @@ SLOW_CASES = {
   "window": dict(name="full_attnres", read=Read(window=2), **EXPERTS),
   "value_query_of_latents": dict(mixers=("mla",), read=Read(value_query=True)),
   "value_residuals": dict(mixers=("kda", "mla"), value_residual=True),
+  # All kinds of caches, and the cache of a scheme that looks back.
+  "separate": MIXERS | dict(separate=True),
+  "separate_mrla": MIXERS | dict(name="mrla_light", separate=True),
+  "bfloat16": MIXERS | dict(num_kv_heads=1, dtype="bfloat16", tolerance=0.06),
 }
 
 
@@ -161,20 +165,9 @@ SLOW_CASES = {
   ids=[*CASES, *SLOW_CASES],
 )
 def test_options(fields, tokens_T):
-  _check(_model(**fields), tokens_T)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["block_attnres", "mrla_light"])
-def test_layers_in_arrays_of_their_own(name, tokens_T):
-  """All kinds of caches, and that of a scheme that looks back."""
-  _check(_model(name, **MIXERS), tokens_T, separate=True)
-
-
-@pytest.mark.slow
-def test_every_mixer_in_bfloat16(tokens_T):
-  model = _model(**CASES["mixers"], dtype="bfloat16")
-  _check(model, tokens_T, 0.06)
+  checked = {k: fields[k] for k in ("separate", "tolerance") if k in fields}
+  model = _model(**{k: v for k, v in fields.items() if k not in checked})
+  _check(model, tokens_T, **checked)
 
 
 def test_a_context_is_what_is_read(tokens_T):

@@ -5,7 +5,6 @@ Laws of the operator alone are in `tests/kernels`, laws of real transformers at
 initialisation in `zero_query_test.py`.
 """
 
-import jax
 import numpy as np
 import pytest
 
@@ -33,15 +32,6 @@ def _reads(module, values):
   return [np.asarray(h) for h in trunks.reads(module, values)]
 
 
-@jax.jit
-def _depth_weights(module, values):
-  return module.depth_weights(values)
-
-
-def _weights(module, values):
-  return [np.asarray(weight) for weight in _depth_weights(module, values)]
-
-
 # The last block is shorter than others of 2 or 3.
 DEPTH = 5
 # (scheme, its block size in the oracle, fields)
@@ -60,24 +50,6 @@ SCHEMES = [
 @pytest.mark.parametrize("name,size,fields", SCHEMES)
 class TestReads:
   """The inputs of sublayers, from recorded outputs."""
-
-  def test_softmax_of_the_definition(self, name, size, fields):
-    module, values = trunks.scheme(name, DEPTH, **fields), trunks.outputs(DEPTH)
-    u, labels = trunks.folded(module), module.source_labels()
-    reads, weights = _reads(module, values), _weights(module, values)
-    assert len(weights) == len(labels) == len(reads) == DEPTH + 1
-    for l, (weight, label, h) in enumerate(zip(weights, labels, reads)):
-      sources = _sources(values, l, size)
-      compare.trees(h, trunks.attend(u[l], sources), 1e-13)
-      low, high = np.min(np.stack(sources), 0), np.max(np.stack(sources), 0)
-      assert np.all((low - 1e-12 <= h) & (h <= high + 1e-12))
-      # Weights sum to one, and make the reads.
-      assert weight.shape == (len(sources), 2, 3)
-      assert len(label) == len(sources)
-      compare.trees(np.sum(weight, axis=0), np.ones((2, 3)), 1e-14)
-      compare.trees(
-        np.sum(weight[..., None] * np.stack(sources), axis=0), h, 1e-12
-      )
 
   def test_long_queries_read_the_best_source(self, name, size, fields):
     module, values = (

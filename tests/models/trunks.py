@@ -150,14 +150,14 @@ def run(layers, module, embedding, *, scan=True, remat="none"):
 
 
 def parameters(module):
-  """The parameters of a scheme by name, in NumPy."""
-  return types.SimpleNamespace(
-    **{
-      name: np.asarray(value[...])
-      for name, value in vars(module).items()
-      if isinstance(value, nnx.Variable)
-    }
-  )
+  """The parameters of a scheme by name, in NumPy, and of modules in it."""
+  named = types.SimpleNamespace()
+  for name, value in vars(module).items():
+    if isinstance(value, nnx.Variable):
+      setattr(named, name, np.asarray(value[...]))
+    elif isinstance(value, nnx.Module):
+      setattr(named, name, parameters(value))
+  return named
 
 
 def check(name, definition, num_sublayers=5, **fields):

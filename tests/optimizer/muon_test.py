@@ -18,7 +18,7 @@ def _gaussian(*shape, seed=0):
   return np.random.default_rng(seed).standard_normal(shape)
 
 
-def _definition(g, iterations=5):
+def orthogonal(g, iterations=5):
   """Newton-Schulz as in Moonlight, float64, one matrix."""
   tall = g.shape[0] > g.shape[1]
   x = g.T if tall else g
@@ -97,7 +97,7 @@ def test_steps_with_momentum_against_definition():
         _matrices(name, np.asarray(updates[name][...])),
         _matrices(name, nesterov),
       ):
-        expected = 0.2 * np.sqrt(max(matrix.shape)) * _definition(matrix)
+        expected = 0.2 * np.sqrt(max(matrix.shape)) * orthogonal(matrix)
         assert _rms(taken - expected) < 0.04 * _rms(expected)
         # Long matrices of full rank: about 0.2, as AdamW's.
         assert 0.17 < _rms(taken) < 0.2

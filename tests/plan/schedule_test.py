@@ -10,6 +10,7 @@ from attnres_jax.common import topology
 from attnres_jax.plan import report
 from attnres_jax.plan import schedule
 from attnres_jax.plan import text
+from tests.plan import small
 
 pytestmark = [pytest.mark.needs("libtpu"), pytest.mark.slow]
 
@@ -17,15 +18,8 @@ SLICE = "v5e:2x2"
 
 
 def _config(**fields):
-  overrides = {
-    "model.vocab_size": 260,
-    "model.width": 1024,
-    "model.num_layers": 2,
-    "model.residual.num_blocks": 2,
-    "data.batch_size": 8,
-    "data.sequence_length": 1024,
-  }
-  return config_lib.load_config("configs/lm.py:size=tiny", overrides | fields)
+  wide = {"model.width": 1024, "data.sequence_length": 1024}
+  return small.config(**wide | fields)
 
 
 def test_equals_the_whole_program():

@@ -93,7 +93,8 @@ def _names(folder):
 
 
 @tiers.parametrize("kind", DAMAGE, first=6)
-def test_damage_is_of_one_run(sweep, capsys, kind):
+def test_damage_is_of_one_run(sweep, capsys, monkeypatch, kind):
+  """A launch trains the others; what was prepared can be made again."""
   folder, _ = sweep
   bad, *good = _names(folder)
   file, damage = DAMAGE[kind]
@@ -115,17 +116,8 @@ def test_damage_is_of_one_run(sweep, capsys, kind):
   assert "2/3 done, 1 damaged" in (folder / cli.REPORT).read_text()
   if kind.endswith("cut"):
     assert "2/3 done, 1 damaged" in laws.render(folder, progress)
-
-
-@tiers.parametrize("kind", DAMAGE, first=6)
-def test_damage_and_launch(sweep, capsys, monkeypatch, kind):
-  """The others are trained; what was prepared can be made again."""
-  folder, _ = sweep
-  bad, *good = _names(folder)
   for name in good:
     (folder / name / state_lib.FILE).unlink()
-  file, damage = DAMAGE[kind]
-  damage(folder / bad / file)
   monkeypatch.setattr(worker, "command", _finish)
   status = _main(sweep, "run", "--max_parallel=2")
   progress = {run.name: run for run in monitor.of_folder(folder)}

@@ -19,9 +19,6 @@ def test_six_lines():
     "warm-up:    10 of 50 steps, to a rate of 0.003",
     "folder:     runs/x",
   ]
-
-
-def test_a_shorter_last_block():
   fields = {"num_layers": 4, "residual.num_blocks": 0, "residual.block_size": 3}
   fields = {f"model.{name}": value for name, value in fields.items()}
   config = config_lib.load_config(SPEC, fields)

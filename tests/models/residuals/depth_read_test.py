@@ -86,6 +86,8 @@ def _by_loops(module, sources, l, value=False):
 
 
 CASES = [
+  ("block_attnres", {}),
+  ("full_attnres", {}),
   ("block_attnres", dict(heads=2, null="learned", value_query=True)),
   ("full_attnres", dict(heads=3, null="zero", logit_scale=0.5)),
   ("block_attnres", dict(rank=2, null="learned", logit_scale=2.0)),
@@ -136,7 +138,7 @@ def test_reads_and_weights_are_the_definition(name, options):
 
 
 @tiers.parametrize(
-  "name,options", CASES[:4:3], ids=str, first=["block_attnres"]
+  "name,options", CASES[2:6:3], ids=str, first=["block_attnres"]
 )
 def test_gradients_of_two_phases_are_those_of_the_definition(name, options):
   layers, embedding = trunks.toy(3)

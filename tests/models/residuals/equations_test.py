@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schemes of few lines against their equations, token by token."""
 
+import functools
+
 from flax import nnx
 import numpy as np
 import pytest
 
 from attnres_jax.models import residuals
+from tests import tiers
 from tests import tiny_network
 from tests.models import trunks
 
@@ -142,6 +145,80 @@ def _hybridnorm(sublayers, p, x):
 )
 def test_is_its_definition(name, definition, fields):
   trunks.check(name, definition, **fields)
+
+
+def _dense(p, sublayers, embedding):
+  """h_l = sum_i W_{i->l} v_i, with scalars or matrices."""
+  values, used = [embedding], 0
+  for f in [*sublayers, lambda h: h]:
+    h = np.zeros_like(embedding)
+    for v in values:
+      w = p.weight[used]
+      h = h + (w * v if np.ndim(w) == 0 else v @ w)
+      used += 1
+    values.append(f(h))
+  assert used == len(p.weight)
+  return values[-1]
+
+
+def _dwa(p, sublayers, embedding):
+  """X_t = Block_t(Y_{t-1}), and Y_t = sum_j a_{t,j} X_j."""
+  outputs, y, used = [embedding], embedding, 0
+  for t in range(1, len(sublayers) // 2 + 1):
+    y = y + sublayers[2 * t - 2](y)
+    y = y + sublayers[2 * t - 1](y)
+    outputs.append(y)
+    y = np.zeros_like(embedding)
+    for output in outputs:
+      y = y + p.weight[used] * output
+      used += 1
+  assert used == len(p.weight)
+  return y
+
+
+def _static(p, l, streams):
+  """(alpha, beta, A) of sublayer l, for every token."""
+  ones = np.ones(streams[0].shape[:2])
+  return [np.multiply.outer(a[l], ones) for a in (p.alpha, p.beta, p.mix)]
+
+
+def _dynamic(p, l, streams):
+  alpha, beta, mix = (a + 0j for a in _static(p, l, streams))
+  for i, x in enumerate(streams):
+    moved = np.tanh(_norm(x, p.gain[l]) @ p.projection[l])
+    alpha[i] += p.scale[l][0] * moved[..., 0]
+    beta[i] += p.scale[l][1] * moved[..., -1]
+    for j in range(len(streams)):
+      mix[i][j] += p.scale[l][0] * moved[..., 1 + j]
+  return alpha, beta, mix
+
+
+def _hyper_connections(coefficients, p, sublayers, embedding):
+  coefficients = functools.partial(coefficients, p)
+  return trunks.many_streams(sublayers, coefficients, embedding, 3)
+
+
+STATIC = functools.partial(_hyper_connections, _static)
+DYNAMIC = functools.partial(_hyper_connections, _dynamic)
+
+
+@tiers.parametrize(
+  "name,definition,count,fields",
+  [
+    ("densenet", _dense, 3, {}),
+    ("denseformer", _dense, 3, {}),
+    ("dwa", _dwa, 6, {}),
+    ("static_hyper_connections", STATIC, 4, dict(streams=3, scale=2.0)),
+    ("hyper_connections", DYNAMIC, 4, dict(streams=3, scale=2.0)),
+  ],
+  first=4,
+)
+def test_is_its_definition_with_its_gradients(name, definition, count, fields):
+  def of_module(module, sublayers, embedding):
+    parameters, start = trunks.parameters(module), np.asarray(embedding)
+    return definition(parameters, sublayers, start)
+
+  trunks.check_gradients(name, of_module, count, **fields)
 
 
 def test_starts():

@@ -173,44 +173,6 @@ def test_abstract_properties(name):
   assert moved.reads > 0 and moved.writes > 0
 
 
-# Parameters of four sublayers of width 32, and vectors of a token's state.
-SIZES = {
-  "ddl": (4 * (3 * 32 + 1), 1),
-  "deepnorm": (4 * 32, 1),
-  "denseformer": (4 * 5 // 2 + 5, 1),
-  "densenet": ((4 * 5 // 2 + 5) * 32**2, 1),
-  "dwa": (2 + 3, 1),
-  "elmo": (5, 2),
-  # Gates of rank 4 of each read, and weights of each write.
-  "gated_residual": (4 * 4 * 32 * (2 * 4 + 4 + 1) + 4 * 32 * (2 * 4 + 1), None),
-  "highway": (4 * (32 * 32 + 32), 1),
-  "hybridnorm": (2 * 32, 1),
-  "hyper_connections": (4 * (4 * 6 + 32 * 6 + 32 + 2), 4),
-  "laurel_lr": (4 * 2 * 64 * 32, 1),
-  "layerscale": (4 * 32, 1),
-  "mhc": (4 * ((4 * 32 + 1) * (8 + 4**2) + 3), 4),
-  "mhc_lite": (4 * ((4 * 32 + 1) * (8 + 24) + 3 + 4 * 32), 4),
-  "mrla_light": (2 * (3 + 3 + 3 * 32 + 32), 2),
-  "mudd": ((8 + 12) * 32 + 8 * 8 + 12 * 3 + 8 + 3 + 2 * 32, None),
-  "rezero": (4, 1),
-  # Of three norms per sublayer, one is the sublayer's own.
-  "siamesenorm": (2 * 5 * 32, 2),
-  "static_hyper_connections": (4 * 4 * 6, 4),
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_numbers_of_parameters_and_states(name):
-  config = tiny_network.config(name, width=32)
-  scheme = residuals.abstract_residual(config)
-  count, vectors = SIZES[name]
-  assert sum(leaf.size for leaf in jax.tree.leaves(scheme)) == count
-  vector = jax.ShapeDtypeStruct((1, 1, 32), "float32")
-  state = jax.eval_shape(type(scheme).init, scheme, vector)
-  if vectors:
-    assert sum(a.size for a in jax.tree.leaves(state)) == vectors * 32
-
-
 # Fields of a residual that a scheme cannot use, and how the error begins.
 REFUSED = [
   ("block_attnres", dict(num_blocks=0), "block_size: got 0, expected sublaye"),
@@ -253,17 +215,6 @@ def test_fields_that_a_scheme_cannot_use(name, fields, message):
     if "read" in fields:
       fields = dict(read=config_lib.DepthReadConfig(**fields["read"]))
     residuals.abstract_residual(tiny_network.config(name, **fields))
-
-
-@pytest.mark.parametrize("method", ["init", "write", "readout", "input"])
-def test_a_scheme_without_a_method_is_named(method):
-  name = "Incomplete"
-  scheme = type(name, (base.Residual,), {})(
-    tiny_network.config("prenorm"), rngs=None
-  )
-  arguments = {"init": 1, "write": 3, "readout": 1, "input": 2}[method]
-  with pytest.raises(NotImplementedError, match=f"{name} has no `{method}`"):
-    getattr(scheme, method)(*[None] * arguments)
 
 
 def test_names_and_families():

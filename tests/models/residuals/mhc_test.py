@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax import config as config_lib
-from attnres_jax.common import sharding
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import mhc
 from attnres_jax.models.residuals import streams as streams_lib
@@ -162,24 +160,3 @@ def test_streams_in_bfloat16():
       assert lost < most and (lost > 0 or stream_dtype == "float32")
   wide, narrow = results
   assert 0 < np.abs(wide - narrow).max() < 0.05 * np.abs(wide).max()
-
-
-def _loss_and_gradient(model, tokens_BT):
-  def loss(model):
-    return jnp.mean(jnp.square(model(tokens_BT).astype(jnp.float32)))
-
-  return jax.value_and_grad(loss)(model)
-
-
-@pytest.mark.more
-def test_sharded_tokens():
-  model = tiny_network.model("mhc", num_layers=1, scan_layers=False)
-  rng = np.random.default_rng(0)
-  tokens_BT = jnp.asarray(rng.integers(0, 16, (4, 6)), jnp.int32)
-  expected = jax.jit(_loss_and_gradient)(model, tokens_BT)
-  mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=1, tensor=2))
-  given = jax.device_put((model, tokens_BT), sharding.replicated(mesh))
-  with sharding.ambient(mesh):
-    sharded = jax.device_get(jax.jit(_loss_and_gradient)(*given))
-  for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(expected)):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

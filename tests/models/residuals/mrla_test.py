@@ -12,8 +12,6 @@ from tests.models import trunks
 pytestmark = pytest.mark.usefixtures("float64")
 
 HEAD = 2  # gcd(16, 6)
-# Sublayers, by scheme.
-COUNTS = {"mrla": 10, "mrla_light": 6, "mrla_linear": 3}
 
 
 def _over_channels(x, taps):
@@ -43,7 +41,8 @@ def _dot(q, k):
   return np.sum(q * k, axis=-1, keepdims=True)
 
 
-def _base(sublayers, p, embedding, period=4):
+def _base(sublayers, parameters, embedding, period=4):
+  p = parameters.projections
   x, outputs = embedding, []
   for t in range(len(sublayers) // 2):
     x = x + sublayers[2 * t](x)
@@ -65,7 +64,8 @@ def _base(sublayers, p, embedding, period=4):
   return x
 
 
-def _light(sublayers, p, decay, embedding):
+def _light(sublayers, parameters, embedding):
+  p, decay = parameters.projections, parameters.decay
   x, running = embedding, np.zeros_like(embedding)
   for t in range(len(sublayers) // 2):
     x = x + sublayers[2 * t](x)
@@ -83,7 +83,8 @@ def _light(sublayers, p, decay, embedding):
   return x
 
 
-def _linear(sublayers, p, embedding):
+def _linear(sublayers, parameters, embedding):
+  p = parameters.projections
   values = [embedding]
   for f in [*sublayers, lambda h: h]:
     h = embedding
@@ -100,22 +101,16 @@ def _linear(sublayers, p, embedding):
   return values[-1]
 
 
-@pytest.mark.parametrize("name", list(COUNTS))
-def test_definition(name):
-  count = COUNTS[name]
-  layers, embedding = trunks.toy(count)
-  scheme = trunks.scheme(name, count)
-  sublayers = trunks.functions(layers, count)
-  p = jax.tree.map(np.asarray, scheme.projections)
-  if name == "mrla":  # The fifth block starts a new history.
-    want = _base(sublayers, p, np.asarray(embedding))
-  elif name == "mrla_light":
-    decay = np.asarray(scheme.decay)
-    want = _light(sublayers, p, decay, np.asarray(embedding))
-  else:
-    want = _linear(sublayers, p, np.asarray(embedding))
-  got = jax.jit(trunks.run)(layers, scheme, embedding)
-  np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
+@pytest.mark.parametrize(
+  "name,definition,count",
+  [
+    ("mrla", _base, 10),  # The fifth block starts a new history.
+    ("mrla_light", _light, 6),
+    ("mrla_linear", _linear, 3),
+  ],
+)
+def test_definition(name, definition, count):
+  trunks.check(name, definition, count)
 
 
 @pytest.mark.parametrize(

@@ -108,47 +108,41 @@ def test_setup_comes_before_the_workers(tmp_path):
   assert (tmp_path / "ready").exists() and calls[0] == "srun" and status == 0
 
 
-def test_launch_writes_what_is_not_done(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+  "name,submit,script",
+  [("slurm", "sbatch", "sweep.sbatch"), ("pbs", "qsub", "sweep.pbs")],
+)
+def test_launch_writes_what_is_not_done(
+  name, submit, script, tmp_path, capsys, monkeypatch
+):
+  """This launcher, and the one of docs/extend.md."""
+  if name == "pbs":
+    module = types.ModuleType("attnres_jax.sweep.launchers.pbs")
+    module.__dict__.update(extend_test.run("extend.md", "Add a launcher"))
+    monkeypatch.setattr(launchers, "LAUNCHERS", (*launchers.LAUNCHERS, "pbs"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
   monkeypatch.chdir(tmp_path)
-  runs = [grid.Run(name, {}, {}) for name in NAMES]
-  for name in NAMES:
-    pathlib.Path("sweep", name).mkdir(parents=True)
-  state_lib.write("sweep/b_2", state_lib.State(status=state_lib.DONE))
-  assert (
-    launchers.launch("slurm", runs, "sweep", launchers.Options(dry_run=True))
-    == 0
+  script, done = pathlib.Path(script), state_lib.State(state_lib.DONE)
+  runs = [grid.Run(run_name, {}, {}) for run_name in NAMES]
+  for run_name in NAMES:
+    pathlib.Path("sweep", run_name).mkdir(parents=True)
+  state_lib.write("sweep/b_2", done)
+  launch = lambda **options: launchers.launch(
+    name, runs, "sweep", launchers.Options(**options)
   )
-  assert not pathlib.Path("sweep.sbatch").exists()
+  assert launch(dry_run=True) == 0 and not script.exists()
   dry = capsys.readouterr().out
-  assert launchers.launch("slurm", runs, "sweep", launchers.Options()) == 0
-  text = pathlib.Path("sweep.sbatch").read_text()
-  assert dry == text + "# sbatch sweep.sbatch\n"
-  assert "sbatch sweep.sbatch" in capsys.readouterr().out
-  assert "runs=(a-1 c.3)" in text and f"--folder={tmp_path}/sweep" in text
-  for name in NAMES:
-    state_lib.write(
-      pathlib.Path("sweep", name), state_lib.State(status=state_lib.DONE)
-    )
-  assert launchers.launch("slurm", runs, "sweep", launchers.Options()) == 0
-  assert "no run is left to train" in capsys.readouterr().out
-
-
-def test_the_launcher_of_the_page(tmp_path, capsys, monkeypatch):
-  module = types.ModuleType("attnres_jax.sweep.launchers.pbs")
-  module.__dict__.update(extend_test.run("extend.md", "Add a launcher"))
-  monkeypatch.setattr(launchers, "LAUNCHERS", (*launchers.LAUNCHERS, "pbs"))
-  monkeypatch.setitem(sys.modules, module.__name__, module)
-  monkeypatch.chdir(tmp_path)
-  runs = [grid.Run(name, {}, {}) for name in NAMES]
-  for run in runs:
-    pathlib.Path("sweep", run.name).mkdir(parents=True)
-  dry = launchers.Options(dry_run=True)
-  assert launchers.launch("pbs", runs, "sweep", dry) == 0
-  printed = capsys.readouterr().out
-  assert launchers.launch("pbs", runs, "sweep", launchers.Options()) == 0
-  text = pathlib.Path("sweep.pbs").read_text()
-  assert printed == text + "# qsub sweep.pbs\n"
-  assert all(f"--run={name}" in text for name in NAMES)
-  pathlib.Path("sweep.pbs").write_text("somebody's")
+  assert launch() == 0
+  text = script.read_text()
+  assert dry == f"{text}# {submit} {script}\n"
+  assert f"{submit} {script}" in capsys.readouterr().out
+  assert f"{tmp_path}/sweep" in text
+  assert ["a-1" in text, "b_2" in text, "c.3" in text] == [True, False, True]
+  script.write_text("somebody's")
   with pytest.raises(config_lib.ConfigError, match="--set=script"):
-    launchers.launch("pbs", runs, "sweep", launchers.Options())
+    launch()
+  script.unlink()
+  for run_name in NAMES:
+    state_lib.write(f"sweep/{run_name}", done)
+  assert launch() == 0
+  assert "no run is left to train" in capsys.readouterr().out
