@@ -52,6 +52,8 @@ def _in_copy(name, root, monkeypatch):
 def test_rows_are_adopted_once_a_sweep_is_done(tmp_path, monkeypatch, capsys):
   sweep = tmp_path / "sweep"
   published, experiment = _in_copy("scaling_law", tmp_path, monkeypatch)
+  shutil.rmtree(experiment)
+  experiment.mkdir()
   readme = experiment / "README.md"
   readme.write_text(
     "above\n<!-- results: how -->\nold\n<!-- /results -->\nbelow\n"

@@ -64,7 +64,7 @@ def backward(
   x: jax.Array, taps: jax.Array, tail: jax.Array | None, same: jax.Array | None,
   dy: jax.Array, *, unit_eps: float | None, interpret: Any = False,
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
-  """Returns the gradients of x, taps and tail."""
+  """Returns the gradients of x and taps; the others, as autodiff, get none."""
   call = Call(x, taps, unit_eps, interpret)
   # Later tokens first: they send gradients to earlier ones.
   call.reverse = True
@@ -76,7 +76,8 @@ def backward(
     x, taps, same, (dy,), [call.tokens_out(), call.taps_out()], [later],
   )  # fmt: skip
   dtaps = jnp.sum(dtaps, axis=(0, 2))[:number]
-  return dx.reshape(x.shape), dtaps.reshape(taps.shape).astype(taps.dtype), None
+  dtaps = dtaps.reshape(taps.shape).astype(taps.dtype)
+  return dx.reshape(x.shape), dtaps, None, None
 
 
 class Call:
