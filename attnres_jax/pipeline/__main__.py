@@ -47,8 +47,6 @@ def counts(argv: Sequence[str] | None = None) -> str:
   options = _parser().parse_args(argv)
   if options.config:
     _take_config(options)
-  layout_lib.check_count("stage", options.stage)
-  layout_lib.check_count("virtual_stages", options.virtual_stages)
   chunks = options.stage * options.virtual_stages
   if chunks * options.microbatches > _MOST_UNITS:
     accepted = f"at most {_MOST_UNITS // chunks} with {chunks} chunks"

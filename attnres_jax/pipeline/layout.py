@@ -21,30 +21,12 @@ Vectors are counted per microbatch, in units of one [tokens, width] activation.
 from collections.abc import Sequence
 import dataclasses
 import functools
-import numbers
 
 from attnres_jax import config as config_lib
+from attnres_jax.config import errors
+from attnres_jax.config import fields
 
 RULES = ("naive", "cached", "minimum")
-
-
-@dataclasses.dataclass(frozen=True)
-class Transition:
-  """The transfers over one boundary between chunks for one microbatch.
-
-  Attributes:
-    chunk: the chunk after the boundary.
-    sender: rank that sends.
-    receiver: rank that receives.
-    blocks: indices of the block representations (or of their gradients).
-    partial: whether the running sum of an open block is sent as well.
-  """
-
-  chunk: int
-  sender: int
-  receiver: int
-  blocks: range
-  partial: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,26 +49,21 @@ class Layout:
   stream: bool = False
 
   def __post_init__(self):
-    check_count("num_ranks", self.num_ranks)
-    check_count("num_virtual_stages", self.num_virtual_stages)
-    if self.block_size is not None:
-      check_count("block_size", self.block_size)
+    for name in ("num_ranks", "num_virtual_stages"):
+      fields.accept(name, getattr(self, name), fields.Size)
+    fields.accept("block_size", self.block_size, fields.Size | None)
     sizes = self.sublayers_per_chunk
-    if isinstance(sizes, Sequence):
-      object.__setattr__(self, "sublayers_per_chunk", tuple(sizes))
-      if len(sizes) != self.num_chunks:
-        config_lib.fail_argument(
-          "sublayers_per_chunk",
-          sizes,
-          f"one number per chunk, {self.num_chunks} of them",
-        )
-      for size in sizes:
-        if not _is_count(size):
-          config_lib.fail_argument(
-            "sublayers_per_chunk", sizes, "at least 1 in every chunk"
-          )
-    else:
-      check_count("sublayers_per_chunk", sizes)
+    if not isinstance(sizes, Sequence):
+      fields.accept("sublayers_per_chunk", sizes, fields.Size)
+      return
+    fields.accept("sublayers_per_chunk", sizes, tuple[fields.Size, ...])
+    object.__setattr__(self, "sublayers_per_chunk", tuple(sizes))
+    if len(sizes) != self.num_chunks:
+      config_lib.fail_argument(
+        "sublayers_per_chunk",
+        sizes,
+        f"one number per chunk, {self.num_chunks} of them",
+      )
 
   @property
   def num_chunks(self) -> int:
@@ -166,7 +143,7 @@ class Layout:
 
     With one rank nothing is sent, under any rule; nor is anything at the end.
     """
-    _check_rule(rule)
+    errors.check_in("rule", rule, RULES)
     if chunk in (0, self.num_chunks) or self.num_ranks == 1:
       return range(0)
     before = chunk - self.num_ranks
@@ -200,19 +177,6 @@ class Layout:
       for rank in range(self.num_ranks)
     )
 
-  def transitions(self, rule: str) -> list[Transition]:
-    """Every boundary in the order in which a microbatch crosses it."""
-    return [
-      Transition(
-        chunk=chunk,
-        sender=self.rank(chunk - 1),
-        receiver=self.rank(chunk),
-        blocks=self.window(chunk, rule),
-        partial=self.has_partial(chunk) and self.num_ranks > 1,
-      )
-      for chunk in range(1, self.num_chunks)
-    ]
-
   def total_vectors(self, rule: str, *, embedding: bool = True) -> int:
     """The number of block vectors sent per microbatch, without partial sums.
 
@@ -222,13 +186,9 @@ class Layout:
     """
     return sum(
       embedding or block > 0
-      for transition in self.transitions(rule)
-      for block in transition.blocks
+      for chunk in range(self.num_chunks)
+      for block in self.window(chunk, rule)
     )
-
-  def total_partials(self) -> int:
-    """Partial sums sent per microbatch, the same under every rule."""
-    return sum(t.partial for t in self.transitions("naive"))
 
 
 def split_sublayers(num_sublayers: int, num_chunks: int) -> tuple[int, ...]:
@@ -237,8 +197,8 @@ def split_sublayers(num_sublayers: int, num_chunks: int) -> tuple[int, ...]:
   Raises:
     ValueError: a chunk would be empty.
   """
-  check_count("num_sublayers", num_sublayers)
-  check_count("num_chunks", num_chunks)
+  fields.accept("num_sublayers", num_sublayers, fields.Size)
+  fields.accept("num_chunks", num_chunks, fields.Size)
   if num_chunks > num_sublayers:
     config_lib.fail_argument(
       "num_chunks",
@@ -276,19 +236,3 @@ def minimum_total(
   """P (P - 1) (V - 1/2), times the blocks of a chunk."""
   pairs = num_ranks * (num_ranks - 1)
   return pairs * (2 * num_virtual_stages - 1) // 2 * blocks
-
-
-def check_count(argument: str, value: object) -> None:
-  if not _is_count(value):
-    config_lib.fail_argument(argument, value, "a whole number of at least 1")
-
-
-def _is_count(value: object) -> bool:
-  if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-    return False
-  return int(value) >= 1
-
-
-def _check_rule(rule: str) -> None:
-  if rule not in RULES:
-    config_lib.fail_argument("rule", rule, "one of " + ", ".join(RULES))

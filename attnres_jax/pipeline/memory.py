@@ -80,10 +80,10 @@ def peaks(
   """The most that a rank holds while it works through its `events`."""
   inputs = input_lifetimes(events)
   return Peaks(
-    units=max_live(inputs),
+    units=_num_slots(inputs),
     microbatches=_max_microbatches(inputs, len(events)),
-    blocks=max_live(block_lifetimes(layout, events, rule=rule)),
-    gradients=max_live(gradient_lifetimes(layout, events, rule=rule)),
+    blocks=_num_slots(block_lifetimes(layout, events, rule=rule)),
+    gradients=_num_slots(gradient_lifetimes(layout, events, rule=rule)),
   )
 
 
@@ -232,16 +232,9 @@ def assign_slots(lifetimes: Sequence[Lifetime]) -> list[int]:
   return numbers
 
 
-def max_live(lifetimes: Iterable[Lifetime]) -> int:
-  """The most lifetimes that contain one event."""
-  changes = []
-  for _, start, end in lifetimes:
-    changes += [(start, 1), (end + 1, -1)]
-  most = live = 0
-  for _, change in sorted(changes):
-    live += change
-    most = max(most, live)
-  return most
+def _num_slots(lifetimes: Sequence[Lifetime]) -> int:
+  """The maximum number of live vectors."""
+  return 1 + max(assign_slots(lifetimes), default=-1)
 
 
 def _max_microbatches(inputs: Iterable[Lifetime], num_events: int) -> int:

@@ -25,13 +25,13 @@ from typing import NamedTuple
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax.config import fields
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
 
 # Re-exported, because a schedule uses the names of its layout.
 RULES = layout_lib.RULES
 Layout = layout_lib.Layout
-Transition = layout_lib.Transition
 split_sublayers = layout_lib.split_sublayers
 naive_total = layout_lib.naive_total
 cached_total = layout_lib.cached_total
@@ -148,7 +148,7 @@ def make_schedule(layout: Layout, num_microbatches: int) -> Schedule:
   Raises:
     ValueError: naming the argument, its value and what is accepted.
   """
-  layout_lib.check_count("num_microbatches", num_microbatches)
+  fields.accept("num_microbatches", num_microbatches, fields.Size)
   ranks, chunks = layout.num_ranks, layout.num_chunks
   if layout.num_virtual_stages > 1 and num_microbatches % ranks:
     below = num_microbatches // ranks * ranks

@@ -58,23 +58,25 @@ def test_totals(shape, plain, with_embedding, formulas):
 
 def test_fig3_transition_by_transition():
   layout = aligned(4, 2, 2)
-  by_rule = [layout.transitions(rule) for rule in schedule.RULES]
+  by_rule = [
+    [tuple(layout.window(chunk, rule)) for chunk in range(1, 8)]
+    for rule in schedule.RULES
+  ]
   rows = [
     (
-      naive.chunk,
-      naive.sender,
-      naive.receiver,
-      *(tuple(t.blocks) for t in (naive, cached, minimum)),
-      naive.partial,
+      chunk,
+      layout.rank(chunk - 1),
+      layout.rank(chunk),
+      *windows,
+      layout.has_partial(chunk),
     )
-    for naive, cached, minimum in zip(*by_rule)
+    for chunk, windows in enumerate(zip(*by_rule), 1)
   ]
   assert rows == FIG3
-  assert layout.total_partials() == 4
   # The figure's count of redundant transmissions.
   assert layout.total_vectors("naive") - layout.total_vectors("cached") == 6
   # The second virtual stage alone, per rank.
-  second = [[len(t.blocks) for t in same if t.chunk >= 4] for same in by_rule]
+  second = [[*map(len, windows[3:])] for windows in by_rule]
   assert second == [[3, 3, 4, 4], [2, 2, 2, 2], [2, 1, 2, 1]]
 
 
@@ -87,19 +89,19 @@ def test_closed_forms_are_exact_when_chunks_end_blocks(
 ):
   layout = schedule.Layout(ranks, stages, 2 * blocks_per_chunk, 2)
   closed = schedule.naive_total, schedule.cached_total, schedule.minimum_total
-  extra = ranks * stages - 1, ranks - 1, ranks - 1
+  chunks = ranks * stages
+  extra = chunks - 1, ranks - 1, ranks - 1
   for rule, formula, embeddings in zip(schedule.RULES, closed, extra):
     expected = formula(ranks, stages, blocks_per_chunk)
     assert layout.total_vectors(rule, embedding=False) == expected
     assert layout.total_vectors(rule) == expected + embeddings
   peaks = [
     max(
-      sum(block > 0 for block in transition.blocks)
-      for transition in layout.transitions(rule)
+      sum(block > 0 for block in layout.window(chunk, rule))
+      for chunk in range(chunks)
     )
     for rule in schedule.RULES
   ]
-  chunks = ranks * stages
   assert peaks == [n * blocks_per_chunk for n in (chunks - 1, ranks, ranks - 1)]
   saved = closed[1](ranks, stages, 1) - closed[2](ranks, stages, 1)
   assert saved == (stages - 1) * ranks
@@ -114,20 +116,20 @@ def test_every_rank_has_the_history_it_reads(rule):
 def test_partial_crosses_where_a_block_is_open():
   layout = schedule.Layout(4, 2, 4, 3)
   # Chunks end after 4, 8, 12, ... sublayers, blocks after 3, 6, 9, ...
-  assert [t.partial for t in layout.transitions("minimum")] == [
+  assert list(map(layout.has_partial, range(1, 8))) == [
     True, True, False, True, True, False, True,
   ]  # fmt: skip
   assert [layout.complete(c) for c in range(9)] == [1, 2, 3, 5, 6, 7, 9, 10, 12]
   assert layout.num_blocks == 11 and layout.num_sublayers == 32
   full = schedule.Layout(4, 2, 4, 1)
-  assert not full.total_partials()
+  assert not any(map(full.has_partial, range(8)))
 
 
 def test_scheme_without_blocks_sends_one_state():
   layout = schedule.Layout(4, 2, 4)
   for rule in schedule.RULES:
     assert layout.total_vectors(rule) == 0
-  assert layout.total_partials() == 7
+  assert all(map(layout.has_partial, range(1, 8)))
 
 
 def test_a_stream_crosses_where_no_block_is_open():
@@ -141,7 +143,8 @@ def test_a_stream_crosses_where_no_block_is_open():
 def test_one_rank_sends_nothing():
   for layout in (schedule.Layout(1, 4, 2, 3), schedule.Layout(1, 4, 2)):
     for rule in schedule.RULES:
-      assert not any(t.blocks or t.partial for t in layout.transitions(rule))
+      assert not layout.total_vectors(rule)
+      assert not any(layout.link_vectors(rule) + layout.link_partials())
 
 
 def test_split_sublayers():
@@ -191,11 +194,10 @@ def _simulate_forward(layout, rule):
   done = _completion(layout)
   held = {rank: set() for rank in range(layout.num_ranks)}
   holding = {0}
-  windows = {t.chunk: set(t.blocks) for t in layout.transitions(rule)}
   for chunk in range(layout.num_chunks):
     rank = chunk % layout.num_ranks
     if chunk and layout.num_ranks > 1:
-      window = windows[chunk]
+      window = set(layout.window(chunk, rule))
       assert window <= holding, "the sender has what it sends"
       assert not window & held[rank], "nothing is sent that is kept"
       holding = window | held[rank]

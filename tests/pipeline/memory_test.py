@@ -3,6 +3,7 @@
 
 import pytest
 
+from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import schedule
 
 # Fused order: ranks, stages, chunks per block; the most blocks of any rank when
@@ -48,10 +49,20 @@ def test_live_blocks(shape, received, also_made):
 def test_pools_are_as_large_as_the_most_that_a_rank_holds(layout, microbatches):
   """That no two vectors share a slot, results of pipelines say."""
   plan = schedule.make_schedule(layout, microbatches)
-  peaks = [plan.peaks(rank) for rank in range(layout.num_ranks)]
-  for kind in ("blocks", "gradients"):
-    most = max(getattr(of_rank, kind) for of_rank in peaks)
+  ranks = range(layout.num_ranks)
+  for kind, lifetimes in (
+    ("blocks", memory.block_lifetimes), ("gradients", memory.gradient_lifetimes)
+  ):  # fmt: skip
+    most = 0
+    for rank in ranks:
+      events = plan.events(rank)
+      lives = lifetimes(layout, events, rule="minimum")
+      most = max(most, *(
+        sum(life.start <= time <= life.end for life in lives)
+        for time in range(len(events))
+      ))  # fmt: skip
     assert plan.slot_pool(kind).size == most
+    assert max(getattr(plan.peaks(rank), kind) for rank in ranks) == most
 
 
 def test_peaks_do_not_grow_with_microbatches():
