@@ -43,15 +43,7 @@ def depth_panel(
   """One heatmap: weights as multiples of uniform, on a logarithmic scale.
 
   A grey cell has the only source of its read, so that its weight must be 1.
-
-  Args:
-    axes: to draw on.
-    scheme: whose weights these are.
-    weights: the weights.
-    kind: one of `KINDS`.
-
-  Returns:
-    The mesh, for `depth_bar`.
+  `kind` is one of `KINDS`. Returns the mesh, for `depth_bar`.
   """
   times = multiples(getattr(weights, kind))
   norm = colors.LogNorm(1 / _top(weights), _top(weights))

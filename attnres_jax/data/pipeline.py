@@ -51,11 +51,7 @@ def open_dataset(
 ) -> "Dataset":
   """Opens a split and checks everything that can be checked without a device.
 
-  Args:
-    config: source, tokenizer, row length, global batch size.
-    split: "train" or "validation".
-    process_index: which part of each global batch belongs to this process.
-    process_count: how many parts there are.
+  This process gets one of `process_count` parts of each global batch.
 
   Raises:
     ConfigError: naming the field, its value and what is accepted.

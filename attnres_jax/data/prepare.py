@@ -50,14 +50,8 @@ def prepare(
 ) -> token_files.Dataset:
   """Writes the token files of both splits, or resumes writing them.
 
-  Args:
-    config: source, path, split and tokenizer.
-    output: folder, local, gs:// or s3://; created if needed.
-    shard_tokens: a shard ends with the document that reaches this many.
-    progress: show a bar.
-
-  Returns:
-    What `dataset.json` says.
+  A shard ends with the document that reaches `shard_tokens`. Returns what
+  `dataset.json` in the folder `output`, local or in a store, says.
 
   Raises:
     ConfigError: a bad source or tokenizer, or an output folder in use.

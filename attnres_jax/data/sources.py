@@ -140,12 +140,8 @@ def encode(
 ) -> Iterator[EncodedDocument]:
   """Yields the documents of splits from number `start` on, without empty ones.
 
-  Args:
-    opened: where they come from.
-    splits: that are wanted; one of them unless a hash divides the documents.
-    tokenizer: of their texts.
-    start: the first document.
-    bar: advanced by every document, whatever its split.
+  There is one split unless a hash divides the documents. Every document
+  advances the bar, whatever its split.
   """
   is_small = tokenizer.vocab_size <= 1 << 16
   dtype = token_files.DTYPES["uint16" if is_small else "uint32"]

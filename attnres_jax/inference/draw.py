@@ -17,14 +17,9 @@ from attnres_jax.inference.settings import Settings as Settings
 
 
 class Rows(NamedTuple):
-  """The settings of B rows, [B] each.
+  """The `Settings` of B rows, [B] each: float32, int32, float32 and uint32.
 
-  Attributes:
-    temperature: see `Settings`, for the others too.
-    top_k: int32.
-    top_p: float32.
-    seed: uint32.
-    stream: uint32, number of the text, of all texts with this seed.
+  `stream` [B], uint32, is the number of the text, of all with this seed.
   """
 
   temperature: jax.Array
@@ -58,13 +53,7 @@ class Drawn(NamedTuple):
 
 
 def draw(logits_BV: jax.Array, rows: Rows, position_B: jax.Array) -> Drawn:
-  """Draws a token of every row.
-
-  Args:
-    logits_BV: float32.
-    rows: their settings.
-    position_B: of the tokens in their sequences.
-  """
+  """Draws the token of every row that is at `position_B` in its sequence."""
   logprob_BV = jax.nn.log_softmax(logits_BV)
   greedy_B = _highest(logits_BV)
   # Most batches need no sorting, and many no random numbers.

@@ -93,13 +93,7 @@ class _Live:
 
 
 class Engine:
-  """A network with slots for requests.
-
-  Attributes:
-    slots: how many requests run at once.
-    length: most tokens of a request, with its prompt.
-    chunk: most tokens of a prompt that are computed at once.
-  """
+  """A network with `slots` for requests of at most `length` tokens."""
 
   def __init__(
     self,

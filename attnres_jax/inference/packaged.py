@@ -95,10 +95,8 @@ def write(
 ) -> pathlib.Path:
   """Packages the network of a finished run; returns its folder.
 
-  Args:
-    workdir: of the run, which read bytes.
-    licence: of its text.
-    folder: in which that of the network is made or replaced.
+  The run has read bytes, with this licence. A packaged network of the same
+  scheme in `folder` is replaced.
 
   Raises:
     ConfigError: the run is not finished, or its tokens are no bytes.

@@ -69,12 +69,6 @@ def formats(model: Any) -> Any:
   default, a TPU stores an array [D, N, H] as rows of heads, and a step of one
   token per slot would first rearrange all of these weights. They are a tenth of
   its bytes in a small network with grouped queries (compiled, not run).
-
-  Args:
-    model: a network of arrays or of shapes, which have shardings.
-
-  Returns:
-    A tree like it.
   """
 
   def format_of(parameter: sharding.Parameter) -> Sharding | layout_lib.Format:

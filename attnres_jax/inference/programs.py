@@ -42,11 +42,7 @@ def trace_next(
 ) -> Any:
   """The traced program of the next token of all slots, whose caches are full.
 
-  Args:
-    model: with abstract arrays.
-    mesh: of any devices.
-    slots: as in `engine.Engine`.
-    length: as in `engine.Engine`.
+  The model has abstract arrays, and `length` tokens are in each cache.
   """
   model, state = _abstract(model, mesh, slots, length)
   active_B = jax.ShapeDtypeStruct((slots,), bool)
@@ -58,12 +54,7 @@ def trace_extend(
 ) -> Any:
   """The traced program of a chunk of a prompt, for each shard of rows.
 
-  Args:
-    model: with abstract arrays.
-    mesh: of any devices.
-    tokens: of the chunk.
-    cached: tokens of the prompt before it.
-    length: as in `engine.Engine`.
+  The chunk of `tokens` follows `cached` ones, in caches for `length`.
   """
   rows = sharding.num_row_shards(mesh)
   model, state = _abstract(model, mesh, rows, length)

@@ -20,15 +20,9 @@ def request(
   past_end: bool = False,
   stream: int = 0,
 ) -> engine_lib.Request:
-  """The request to an engine that continues a text.
+  """The request to an engine that continues the start of a document.
 
-  Args:
-    text_format: of the network.
-    start: of a document.
-    num_tokens: how many tokens to draw at most.
-    settings: how to draw them.
-    past_end: continue after the end of a document.
-    stream: see `engine.Request`.
+  With `past_end`, it continues after the end of the document, too.
 
   Raises:
     ConfigError: the text is no UTF-8.

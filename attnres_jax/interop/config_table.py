@@ -215,10 +215,7 @@ def finish(
 ) -> None:
   """Takes keys outside of the network, and refuses all others.
 
-  Args:
-    keys: of the file, or of an object in it.
-    config: the network.
-    beside: further entries, which state nothing new.
+  Entries of `beside` state nothing new.
 
   Raises:
     ConfigError: a key is unknown, or contradicts the network.
@@ -247,10 +244,6 @@ def check_same(
   written: config_lib.ModelConfig, config: config_lib.ModelConfig
 ) -> None:
   """Refuses a network that a config.json has turned into another one.
-
-  Args:
-    written: what is read of it.
-    config: what it was written for.
 
   Raises:
     ConfigError: names the fields that differ.

@@ -71,14 +71,9 @@ class Rule:
     index: tuple[slice, ...],
     dtype: np.dtype,
   ) -> np.ndarray:
-    """The part of the leaf at `index`, in `dtype`.
+    """The part of the leaf at `index`, a slice for each axis, in `dtype`.
 
     Beside the result, one tensor's share of it exists in the file's dtype.
-
-    Args:
-      tensors: name -> tensor.
-      index: a slice for each axis of the leaf.
-      dtype: of the result.
 
     Raises:
       TensorFileError: a value is not finite, or a file ends too early.

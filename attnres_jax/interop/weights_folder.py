@@ -71,12 +71,8 @@ def write(
 ) -> None:
   """Writes a network as the checkpoint of step 0 of a finished run.
 
-  Args:
-    folder: new or empty.
-    config: of the network and its data.
-    model: the network.
-    facts: a JSON object about its import; empty for a network of ours.
-    also: further files, such as the tokenizer's.
+  The folder is new or empty. `facts` are about the import of the network, none
+  if it is ours, and `also` has further files, such as the tokenizer's.
   """
   folder.mkdir(parents=True, exist_ok=True)
   for name, content in also.items():
@@ -110,10 +106,6 @@ def origin(
   """The facts about the network that a run began with, and their files.
 
   Follows `train.start_from`; both are empty if it began with new weights.
-
-  Args:
-    workdir: of the run.
-    config: of the run.
 
   Raises:
     ConfigError: a file about the origin is damaged; names it.

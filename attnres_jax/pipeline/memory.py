@@ -95,15 +95,10 @@ def slot_pool(
   *,
   rule: str = "minimum",
 ) -> SlotPool:
-  """Assigns slots to one kind of vector on every rank.
+  """Assigns slots to one kind of vector (of `KINDS`) on every rank.
 
-  Args:
-    layout: chunks and blocks.
-    events: of each rank.
-    num_microbatches: M.
-    kind: one of `KINDS`. Inputs get a slot if they are running sums that a
-      boundary carries.
-    rule: one of `layout.RULES`.
+  `events` are given for each rank. Inputs get a slot if they are running sums
+  that a boundary carries.
   """
   if kind not in KINDS:
     config_lib.fail_argument("kind", kind, "one of " + ", ".join(KINDS))

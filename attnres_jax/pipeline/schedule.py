@@ -117,14 +117,10 @@ class Schedule:
   def bubble(
     self, forward_time: float = 1.0, backward_time: float = 1.0
   ) -> float:
-    """Idle time of a rank over its work time.
+    """Idle time of a rank over its work time, given the times of one chunk.
 
     All ranks start each tick together, and a tick takes as long as its slowest
     rank, as in one program with a collective in every tick.
-
-    Args:
-      forward_time: of one chunk.
-      backward_time: of one chunk.
     """
     forward_TP = forward_time * (self.forward[:, :, 0] >= 0)
     backward_TP = backward_time * (self.backward[:, :, 0] >= 0)
@@ -139,11 +135,7 @@ class Schedule:
 
 
 def make_schedule(layout: Layout, num_microbatches: int) -> Schedule:
-  """Schedules M microbatches over the chunks of a layout.
-
-  Args:
-    layout: chunks, ranks and blocks.
-    num_microbatches: M; with V > 1 a multiple of P.
+  """Schedules M microbatches, with V > 1 a multiple of P, over the chunks.
 
   Raises:
     ValueError: naming the argument, its value and what is accepted.

@@ -93,12 +93,7 @@ class Pipeline:
   def loss_sums(
     self, model: models.Transformer, examples: loss_lib.Examples
   ) -> loss_lib.LossSums:
-    """Sums of the loss over a batch: the forward loop alone.
-
-    Args:
-      model: parameters, sharded as `sharding.state_sharding` says.
-      examples: all rows.
-    """
+    """Sums of the loss over all rows: the forward loop alone."""
 
     def program(model, batch):
       parameters = self.gathered(self.placement.collect(model))
@@ -219,10 +214,7 @@ class Pipeline:
   ) -> loss_lib.LossSums:
     """The loss of this rank's share of a microbatch's tokens.
 
-    Args:
-      h_BTD: final states, on the last rank.
-      head_DV: the whole head.
-      microbatch: of these states.
+    The last rank has their final states, and every rank the whole head.
     """
     ranks = self.placement.layout.num_ranks
     rank = jax.lax.axis_index(sharding.STAGE)
@@ -270,15 +262,8 @@ class Pipeline:
     """`function(state, *operands)` if the condition holds, else the state.
 
     A loop of at most one trip, whose state is updated in place; a conditional
-    would copy it.
-
-    Args:
-      condition: true once per microbatch.
-      function: what to do then.
-      state: of the loop.
-      operands: what does not change.
-      ranks: on how many ranks it is true.
-      name: of a unit of work.
+    would copy it. The condition is true once per microbatch, on so many
+    `ranks`. A unit of work has a name.
     """
     share = self.microbatches / self.schedule.num_ticks
     share *= ranks / self.placement.layout.num_ranks
@@ -307,12 +292,7 @@ def make_pipeline(
   mesh: Mesh,
   network: type[stage_lib.Network] = stage_lib.Network,
 ) -> Pipeline:
-  """Plans the steps of a run.
-
-  Args:
-    config: of the run.
-    mesh: with an axis `stage` above 1.
-    network: what the chunks compute.
+  """Plans the steps of a run, on a mesh with an axis `stage` above 1.
 
   Raises:
     ConfigError: the mesh, the batch and the network do not fit together.

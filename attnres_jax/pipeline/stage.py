@@ -267,15 +267,14 @@ class Stage:
       chunk: its number.
       cache: of the rank.
       gradients: sums so far.
-      weights: the same, of `Work.weights`.
+      weights: sums of the gradients of `Work.weights`.
       message: gradients of the message that this unit sent.
       d_final_BTD: gradient of the final states, for the last chunk.
       work: of this unit.
 
     Returns:
-      Both sums; the message to the rank of the previous chunk: gradients of the
-      message that this unit received; and the gradient [B, T, D] of the
-      embedding (zero after the first chunk).
+      Both sums; gradients of the message that this unit received; and the
+      gradient [B, T, D] of the embedding (zero after the first chunk).
     """
     layout, wire = self.transport.layout, self.transport
     blocks, partial = self._inputs(chunk, cache, work)

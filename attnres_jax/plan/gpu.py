@@ -57,11 +57,6 @@ def of_program(
   """Fields of a report: launches, and seconds of work and of transfers.
 
   `exposed_seconds` are part of `link_seconds`.
-
-  Args:
-    program: compiled for GPUs.
-    chip: of `topology.chip`.
-    device_kind: as JAX calls it.
   """
   target = gpus.of_kind(device_kind)
   launches = seconds = 0.0

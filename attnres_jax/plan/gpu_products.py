@@ -35,11 +35,8 @@ def product_flops(
 ) -> float:
   """FLOPs of one execution; 0 for what multiplies no matrices.
 
-  A causal mask counts: half of the products of attention are left out.
-
-  Args:
-    instruction: in any program.
-    body: instructions of its computation, by name.
+  `body` has the instructions of its computation, by name. A causal mask counts:
+  half of the products of attention are left out.
   """
   is_dot = instruction.op == "dot"
   if not is_dot and not is_library(instruction):

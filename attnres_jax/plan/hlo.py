@@ -67,8 +67,7 @@ class Program:
   def flops(self, start: str = "") -> float:
     """FLOPs of all matrix products, except those inside Pallas kernels.
 
-    Args:
-      start: a computation, executed once, instead of the whole program.
+    Of the computation `start`, executed once, instead of the whole program.
     """
     return sum(
       count * self.product_flops(instruction)

@@ -105,12 +105,9 @@ class Instruction:
 def parse(
   computation: str, line: str, tiled: bool = False
 ) -> Instruction | None:
-  """The instruction of a line, or None if there is none.
+  """The instruction of a line of `compiled.as_text()`, or None.
 
-  Args:
-    computation: that the line is in.
-    line: of `compiled.as_text()`.
-    tiled: whether arrays have whole tiles.
+  With `tiled`, arrays have whole tiles.
   """
   match = re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (.*)$", line)
   if not match:

@@ -25,12 +25,7 @@ from attnres_jax.plan import least
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-  """Seconds, FLOPs or bytes of units of work on one device.
-
-  Attributes:
-    forward_C: float64, of each chunk.
-    backward_C: float64, of each chunk.
-  """
+  """Seconds or FLOPs of units of work on one device, float64 of each chunk."""
 
   forward_C: np.ndarray
   backward_C: np.ndarray
@@ -72,12 +67,7 @@ def of_program(
 ) -> Lockstep:
   """Reads the units of a compiled step, and runs them by the schedule.
 
-  Args:
-    program: compiled, of `pipeline.spmd` with `pipeline.schedule="fused"`.
-    config: of the run.
-    schedule: of the pipeline.
-    chip: whose peaks count.
-    devices: of the mesh.
+  The program is of `pipeline.spmd`, with `pipeline.schedule="fused"`.
 
   Raises:
     RunError: the program has no loop for some unit of work.
@@ -127,12 +117,8 @@ def unit_flops(
   """Analytic FLOPs of each unit on one device; the head is in none of them.
 
   Backward computes a chunk again, and once more what `model.remat` leaves out,
-  then twice for the gradients.
-
-  Args:
-    config: of the run.
-    layout: of its chunks.
-    tokens: of a microbatch on one device.
+  then twice for the gradients. `tokens` are those of a microbatch on one
+  device.
   """
   model = config.model
   length = config.data.sequence_length

@@ -121,11 +121,6 @@ def make_schedule_report(
   all allocations, without the program itself (docs/status.md). If the compiler
   refuses it without a peak, `reason` is its message. For GPUs, all is compiled.
 
-  Args:
-    config: of the run.
-    slice_name: of `topology.devices`, like the next argument.
-    num_slices: how many of them.
-
   Raises:
     ConfigError: the config does not fit the mesh, or has no vocabulary size.
   """

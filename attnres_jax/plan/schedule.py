@@ -49,15 +49,9 @@ class Schedule:
 def compile_step(
   config: config_lib.RunConfig, slice_name: str, num_slices: int = 1
 ) -> Schedule:
-  """The schedule of a config's training step on a slice.
+  """The schedule of a config's training step on slices; see `up_to_schedule`.
 
-  Args:
-    config: of the run, without open choices (`plans.resolve`).
-    slice_name: of `topology.devices`, like the next argument.
-    num_slices: how many of them.
-
-  Raises:
-    RunError: see `up_to_schedule`.
+  The config has no open choices (`plans.resolve`).
   """
   return up_to_schedule(_lower_step, config, slice_name, num_slices)
 

@@ -83,13 +83,9 @@ def of_program(
   chip: chips.Chip,
   needs: Mapping[str, least_lib.Least],
 ) -> Timeline:
-  """The time of a program, from `compiled.as_text()`.
+  """The time of a program on a mesh, from `compiled.as_text()`.
 
-  Args:
-    text: see above.
-    mesh: that it was compiled for.
-    chip: the kind of its devices.
-    needs: what each part needs at least, `least.of_parts`.
+  `needs` is what each part needs at least, from `least.of_parts`.
   """
   return _Walk(text, mesh, chip, needs).timeline()
 

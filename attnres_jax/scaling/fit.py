@@ -141,11 +141,7 @@ class Runs:
 def fit_power_law(
   compute: Sequence[float] | np.ndarray, loss: Sequence[float] | np.ndarray
 ) -> PowerLaw:
-  """Fits L = A C^-alpha to ln L.
-
-  Args:
-    compute: of each run, positive.
-    loss: final losses, positive.
+  """Fits L = A C^-alpha to ln L of final losses over compute.
 
   Raises:
     ValueError: fewer than two distinct computes, or a value that is not
@@ -156,21 +152,19 @@ def fit_power_law(
     config_lib.fail_argument(
       "compute", compute.tolist(), f"at least {_DISTINCT} distinct values"
     )
-  return _least_squares(compute, loss)
+  x, y = np.log(compute), np.log(loss)
+  centred = x - x.mean()
+  slope = float(centred @ y / (centred @ centred))
+  return PowerLaw(float(np.exp(y.mean() - slope * x.mean())), -slope)
 
 
 def fit_schemes(
   runs: Mapping[str, Runs], rng: np.random.Generator, *, num_samples: int = 1000
 ) -> dict[str, Fit]:
-  """Fits every scheme, with draws that all schemes share.
+  """Fits every scheme, with `num_samples` draws that all schemes share.
 
   A run that is missing under one scheme leaves the other schemes' draws as they
   are. If a scheme has only two sizes, no scheme has draws.
-
-  Args:
-    runs: of each scheme.
-    rng: source of the draws.
-    num_samples: draws.
 
   Raises:
     ConfigError: a run has diverged; `without_failed` leaves it out.
@@ -408,13 +402,6 @@ def _checked(compute, loss) -> tuple[np.ndarray, np.ndarray]:
       "loss", f"{len(arrays[1])} values", f"{len(arrays[0])}, as in compute"
     )
   return arrays
-
-
-def _least_squares(compute: np.ndarray, loss: np.ndarray) -> PowerLaw:
-  x, y = np.log(compute), np.log(loss)
-  centred = x - x.mean()
-  slope = float(centred @ y / (centred @ centred))
-  return PowerLaw(float(np.exp(y.mean() - slope * x.mean())), -slope)
 
 
 def _wider_estimate(

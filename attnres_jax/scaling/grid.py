@@ -72,39 +72,6 @@ class Run(records.Record):
   config: Mapping[str, Any]
 
 
-class Sweep:
-  """Collects the runs that `sweep(add)` adds.
-
-  Attributes:
-    runs: in the order in which they were added.
-  """
-
-  def __init__(self, resolve: Resolve):
-    """`resolve` turns overrides into a complete config, a nested dict."""
-    self._resolve = resolve
-    self.runs: list[Run] = []
-
-  def add(self, **overrides: Any) -> Run:
-    """Adds a run.
-
-    Raises:
-      ValueError: the sweep has a run with the same resolved config.
-      ConfigError: an override has an unknown field or an invalid value.
-    """
-    config = self._resolve(overrides)
-    digest = config_hash(config)
-    for run in self.runs:
-      if run.name.endswith(digest):
-        config_lib.fail_argument(
-          "overrides", overrides, f"another config than that of {run.name}"
-        )
-    slug = slug_of(overrides)
-    name = f"{slug}-{digest}" if slug else digest
-    run = Run(name, overrides, config)
-    self.runs.append(run)
-    return run
-
-
 def load(
   spec: str,
   fields: Mapping[str, str] | None = None,
@@ -197,10 +164,31 @@ def _check_acts(name: str, value: Any, runs: Sequence[Run]) -> None:
 def collect(
   sweep: Callable[[Callable[..., Run]], None], resolve: Resolve
 ) -> list[Run]:
-  """The runs of a config file's `sweep(add)`."""
-  collector = Sweep(resolve)
-  sweep(collector.add)
-  return collector.runs
+  """The runs of a config file's `sweep(add)`, in the order of the calls.
+
+  `resolve` turns overrides into a complete config, a nested dict.
+
+  Raises:
+    ValueError: two runs have the same resolved config.
+    ConfigError: an override has an unknown field or an invalid value.
+  """
+  runs: dict[str, Run] = {}
+
+  def add(**overrides: Any) -> Run:
+    config = resolve(overrides)
+    digest = config_hash(config)
+    if digest in runs:
+      config_lib.fail_argument(
+        "overrides",
+        overrides,
+        f"another config than that of {runs[digest].name}",
+      )
+    name = "-".join(filter(None, [slug_of(overrides), digest]))
+    runs[digest] = Run(name, overrides, config)
+    return runs[digest]
+
+  sweep(add)
+  return list(runs.values())
 
 
 def config_resolver(

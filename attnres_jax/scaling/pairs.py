@@ -130,11 +130,7 @@ def difference(
 ) -> Difference:
   """`arm` minus `other` over the seeds that both have.
 
-  Args:
-    arm: losses of an arm by seed.
-    other: losses of the arm to compare with.
-    spread: the protocol's; by default, that of these pairs alone.
-    level: of the interval.
+  The spread is the protocol's; by default, that of these pairs alone.
   """
   by_seed = {seed: arm[seed] - other[seed] for seed in arm if seed in other}
   if not by_seed or _failed(by_seed):

@@ -62,7 +62,8 @@ def draw_scaling(
     )  # fmt: skip
   for scheme, fit in fits.items():
     style, law = figures.look_of(scheme), fit.law
-    label = f"{style.label}: {_law_text(law)}"
+    formula = f"{law.coefficient:.3f} $C^{{-{law.exponent:.3f}}}$"
+    label = f"{style.label}: {formula}"
     ax.plot(grid, law(grid), color=style.colour, linewidth=1.3, label=label)
     if fit.samples:
       losses = [fit.loss(compute) for compute in grid]
@@ -88,26 +89,21 @@ def figure_4(
   fits: Mapping[str, fit_lib.Fit],
   counting: str,
   *,
-  paper_counting: str = "attention",
   title: str = "this repository",
   figsize: tuple[float, float] = (10.5, 4.2),
 ) -> Any:
-  """Our scaling law beside the paper's.
-
-  The paper's points are Table 2 under `paper_counting` (the paper's own way of
-  counting is unknown); its lines are the printed ones. The other arguments are
-  about ours, as in `draw_scaling`.
-  """
+  """Our scaling law beside the paper's; arguments as of `draw_scaling`."""
   from matplotlib import figure as figure_lib
 
   figure = figure_lib.Figure(figsize=figsize, layout="constrained")
   ours, theirs = figure.subplots(1, 2)
-  largest = max(arm.compute.max() for arm in runs.values())
-  draw_scaling(
-    runs, fits, counting, ax=ours, title=title,
-    advantage=_first_comparison(fits, largest),
-  )  # fmt: skip
-  draw_paper(paper_counting, ax=theirs)
+  advantage = None
+  if len(fits) > 1:
+    baseline, other, *_ = fits
+    largest = max(arm.compute.max() for arm in runs.values())
+    advantage = baseline, other, float(largest)
+  draw_scaling(runs, fits, counting, ax=ours, title=title, advantage=advantage)
+  draw_paper(ax=theirs)
   return figure
 
 
@@ -141,12 +137,7 @@ def figure_7(
 
   All heatmaps share one colour scale. A filled star marks the best cell, a
   hollow star the paper's best if the grid has that cell. Missing cells are
-  blank.
-
-  Args:
-    losses: of each scheme, [widths, heads]; NaN if there is no run.
-    widths_per_layer: d / L_b of the rows.
-    heads_per_layer: H / L_b of the columns.
+  blank. Losses are [widths per layer, heads per layer]; NaN without a run.
   """
   from matplotlib import figure as figure_lib
 
@@ -192,18 +183,6 @@ def figure_7(
   if image is not None:
     figure.colorbar(image, ax=axes, label="validation loss", pad=0.01)
   return figure
-
-
-def _law_text(law: fit_lib.PowerLaw) -> str:
-  return f"{law.coefficient:.3f} $C^{{-{law.exponent:.3f}}}$"
-
-
-def _first_comparison(fits: Mapping[str, fit_lib.Fit], compute: float):
-  """The advantage of the second scheme over the first, the baseline."""
-  if len(fits) < 2:
-    return None
-  baseline, other, *_ = fits
-  return baseline, other, float(compute)
 
 
 def _mark_advantage(

@@ -96,11 +96,12 @@ def test_hash_is_fixed():
 
 
 def test_the_same_config_twice_is_refused():
-  sweep = grid.Sweep(tiny_resolve)
-  first = sweep.add(lr=2e-3)
+  def sweep(add):
+    add(lr=2e-3)
+    add(lr=2e-3, name="elsewhere")
+
   with pytest.raises(ValueError, match="overrides.*another config than"):
-    sweep.add(lr=2e-3, name="elsewhere")
-  assert sweep.runs == [first]
+    grid.collect(sweep, tiny_resolve)
 
 
 @pytest.mark.parametrize(
@@ -125,33 +126,34 @@ def test_slugs(overrides, slug):
 
 
 def test_names_are_fit_for_folders():
-  sweep = grid.Sweep(tiny_resolve)
-  name = sweep.add(path="../" * 200 + "a b", tag="ü/%").name
-  assert len(name) <= grid.MAX_SLUG + 1 + grid.HASH_DIGITS
-  assert "/" not in name and not name.startswith((".", "-"))
-  bare = sweep.add().name
-  assert len(bare) == grid.HASH_DIGITS
+  def sweep(add):
+    add(path="../" * 200 + "a b", tag="ü/%")
+    add()
+
+  named, bare = grid.collect(sweep, tiny_resolve)
+  assert len(named.name) <= grid.MAX_SLUG + 1 + grid.HASH_DIGITS
+  assert "/" not in named.name and not named.name.startswith((".", "-"))
+  assert len(bare.name) == grid.HASH_DIGITS
 
 
 def test_select():
-  sweep = grid.Sweep(tiny_resolve)
-  for overrides in grid.product(size=("s", "m"), seed=range(2)):
-    sweep.add(**overrides)
-  names = [run.name[:7] for run in grid.select(sweep.runs, "^m-.*seed1")]
+  sweep = grid.of_axes({"size": ("s", "m"), "tag": ("seed0", "seed1")})
+  runs = grid.collect(sweep, tiny_resolve)
+  names = [run.name[:7] for run in grid.select(runs, "^m-.*seed1")]
   assert names == ["m-seed1"]
   with pytest.raises(ValueError, match=r"^--only: got '\(', expected a reg"):
-    grid.select(sweep.runs, "(")
+    grid.select(runs, "(")
   with pytest.raises(ValueError, match="^--only: got 'xl-', which matches no"):
-    grid.select(sweep.runs, "xl-")
+    grid.select(runs, "xl-")
 
 
 def test_bad_overrides_are_named(resolve):
-  sweep = grid.Sweep(resolve)
-  with pytest.raises(config.ConfigError, match="peak_lrr.*did you mean"):
-    sweep.add(**{"optim.peak_lrr": 1.0})
-  with pytest.raises(config.ConfigError, match="'sizes': unknown, expected"):
-    sweep.add(sizes="s")
-  assert not sweep.runs
+  for overrides, words in (
+    ({"optim.peak_lrr": 1.0}, "peak_lrr.*did you mean"),
+    ({"sizes": "s"}, "'sizes': unknown, expected"),
+  ):
+    with pytest.raises(config.ConfigError, match=words):
+      grid.collect(lambda add, given=overrides: add(**given), resolve)
 
 
 def test_load_gives_a_sweep_its_argument(tmp_path):

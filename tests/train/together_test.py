@@ -43,11 +43,7 @@ def runs(tmp_path_factory):
     config = config_lib.load_config(tiny_run.SPEC, given, by_hand=False)
     return config_lib.to_dict(config)
 
-  sweep = grid.Sweep(resolve)
-  for seed in SEEDS:
-    for scheme in SCHEMES:
-      sweep.add(residual=scheme, seed=seed, **{"data.seed": seed})
-  return sweep.runs
+  return grid.collect(grid.of_axes({"residual": SCHEMES}, SEEDS), resolve)
 
 
 @pytest.fixture(scope="module")
