@@ -9,7 +9,7 @@ AttnRes. For Block AttnRes, an entry is the weight of the block (completed or
 open) that contains the value.
 
 No scheme has a formula here. The coefficients that depend on the input are held
-fixed (`models.residuals.base.coefficient`), and each output is varied in turn
+fixed (`models.residuals.tools.coefficient`), and each output is varied in turn
 along a probe of random signs: what arrives at a read is M times the probe. An
 entry is a mean over channels and tokens, exact where M scales each channel.
 Where an entry is a matrix over channels, the result estimates the mean of its
@@ -26,6 +26,7 @@ import numpy as np
 
 from attnres_jax import models
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import tools
 
 
 def mixing_matrix(
@@ -138,5 +139,5 @@ def response(
     state = base.run_through(scheme, values[0], sublayer)
     return [*mixtures, scheme.readout(state)]
 
-  with base.fixed_coefficients():
+  with tools.fixed_coefficients():
     return jax.jvp(reads, (values,), (tangents,))[1]

@@ -18,7 +18,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import trunk
 from attnres_jax.models.mixers import cache as cache_lib
-from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import tools
 
 # The key of what a residual scheme keeps of earlier tokens, in a cache.
 RESIDUAL = "residual"
@@ -60,7 +60,7 @@ def extend(
     earlier = caches[RESIDUAL]
     if isinstance(earlier, cache_lib.Layers):
       (earlier,) = earlier.trees
-    history = base.History([a[0] for a in earlier], chunk.length_B)
+    history = tools.History([a[0] for a in earlier], chunk.length_B)
     looking_back = history.looking_back()
   with looking_back:
     written = embedding_BTD.shape[1] > 1

@@ -21,6 +21,7 @@ from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 from attnres_jax.models import trunk
 from attnres_jax.models.mixers import cache as cache_lib
+from attnres_jax.models.residuals import tools
 
 
 class Extended(NamedTuple):
@@ -218,7 +219,7 @@ def scheme_while_decoding(
     value residuals change them separately; and for each look back of the
     scheme, the abstract tokens.
   """
-  history, separate = residuals.base.History(), []
+  history, separate = tools.History(), []
 
   def run(residual: residuals.Residual, h_BTD: jax.Array) -> list[jax.Array]:
     def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:

@@ -35,6 +35,7 @@ from attnres_jax.models import segments as segments_lib
 from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import tools
 from attnres_kernels import platforms
 
 Trace = base.Trace
@@ -44,7 +45,7 @@ _Calls = Mapping[str, Callable[..., tuple[jax.Array, Any, Any]]]
 
 
 def _remat(*names: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  names = base.DEPTH_STATE, moe.ROUTING, *names
+  names = tools.DEPTH_STATE, moe.ROUTING, *names
   policy = jax.checkpoint_policies.save_only_these_names(*names)
   return functools.partial(jax.checkpoint, policy=policy), jax.checkpoint
 
@@ -290,7 +291,7 @@ class Trunk:
             carry = residual.write(carry, slot, y_BTD)
           first = both[1]
           if new:
-            first = {**first, **jax.tree.map(base.save, new)}
+            first = {**first, **jax.tree.map(tools.save, new)}
           both = carry, first
         return both, None
 

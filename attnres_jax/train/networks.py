@@ -18,7 +18,7 @@ from attnres_jax.models import layer_stacks
 from attnres_jax.models import loss as loss_lib
 from attnres_jax.models import trunk
 from attnres_jax.models.mixers import probe
-from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import tools
 
 
 class Network(Protocol):
@@ -159,7 +159,7 @@ class Unpipelined:
     states = [
       equation.outvars[0]
       for equation in program.eqns
-      if equation.params.get("name") == base.DEPTH_STATE
+      if equation.params.get("name") == tools.DEPTH_STATE
     ]
     blocks = set(program.outvars) - set(states)
     return dict(

@@ -22,9 +22,10 @@ from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 
-class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
+class BlockAttnRes(tools.Blocks, depth_read.DepthAttention):
   """Block AttnRes in either form.
 
   The carry is the partial sum, and the blocks if the reader needs them again.
@@ -46,7 +47,7 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
     self._scans_layers = config.scan_layers
 
   def open(
-    self, state: base.BlockState, start: int, stop: int
+    self, state: tools.BlockState, start: int, stop: int
   ) -> tuple[Any, Any]:
     reads, partial_BTD = self.queries.reads(start, stop), state.partial_BTD
     carry, slots = self.open_by(self.reader, reads, state.blocks)
@@ -58,10 +59,10 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
 
   def open_by(
     self, reader: definition.OneSoftmax, reads: definition.Read, blocks: Any
-  ) -> tuple[base.BlockState, Any]:
+  ) -> tuple[tools.BlockState, Any]:
     """`open` of a new block, of given reads, sources and form of these."""
     again, slots = reader.open(reads, blocks)
-    return base.BlockState(again, None), slots
+    return tools.BlockState(again, None), slots
 
   def read(
     self, carry: Any, slot: Any, norm: base.Norm
@@ -73,16 +74,16 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
     return carry._replace(partial_BTD=_add(carry.partial_BTD, y_BTD))
 
   def close(
-    self, state: base.BlockState, carry: Any, stop: int
-  ) -> base.BlockState:
+    self, state: tools.BlockState, carry: Any, stop: int
+  ) -> tools.BlockState:
     partial_BTD = carry.partial_BTD
     if stop % self.block_size and stop != self.num_sublayers:
-      return base.BlockState(state.blocks, partial_BTD)
-    return base.BlockState(
+      return tools.BlockState(state.blocks, partial_BTD)
+    return tools.BlockState(
       (*state.blocks, partial_BTD.astype(self.dtype)), None
     )
 
-  def readout(self, state: base.BlockState) -> jax.Array:
+  def readout(self, state: tools.BlockState) -> jax.Array:
     return self.attend_last(state.blocks)
 
   def running_state(self, trace: base.Trace) -> tuple[jax.Array, ...]:
@@ -111,7 +112,7 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
       labels.append(tuple(names + ["partial"] * (inside > 0)))
     return tuple(labels)
 
-  def _opened(self, state: base.BlockState) -> tuple[jax.Array, ...]:
+  def _opened(self, state: tools.BlockState) -> tuple[jax.Array, ...]:
     if state.partial_BTD is None:
       return ()
     return (state.partial_BTD.astype(self.dtype),)
@@ -120,5 +121,5 @@ class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
 def _add(partial_BTD: jax.Array | None, y_BTD: jax.Array) -> jax.Array:
   # In its own dtype it takes half of what the sum would, which comes back in a
   # few additions, since a segment is one block.
-  y_BTD = precision.widen(base.save(y_BTD))
+  y_BTD = precision.widen(tools.save(y_BTD))
   return y_BTD if partial_BTD is None else partial_BTD + y_BTD

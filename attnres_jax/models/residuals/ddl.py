@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models import linear
-from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 _KEY_EPS = 1e-5  # Added, squared, to the squared length of a key.
 
@@ -45,10 +45,10 @@ class DDL(prenorm.Stream):
     self.eps = config.norm_eps
     shape = self.num_sublayers, config.width
     matrix = linear.matrices(config.init_std, rngs)
-    self.gain = base.parameter("LD", 1, *shape)
+    self.gain = tools.parameter("LD", 1, *shape)
     self.value = matrix("LD", *shape)
     self.beta = matrix("LD", *shape)
-    self.beta_bias = base.parameter("L", 0, self.num_sublayers)
+    self.beta_bias = tools.parameter("L", 0, self.num_sublayers)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     context_BTD = self._context(carry, slot)
@@ -56,24 +56,24 @@ class DDL(prenorm.Stream):
     beta_BT1 = _product(context_BTD, slot.beta) + slot.beta_bias[...]
     beta_BT1 = 2 * jax.nn.sigmoid(beta_BT1)
 
-    y_BTD = precision.widen(base.save(y_BTD))
+    y_BTD = precision.widen(tools.save(y_BTD))
     square_BT1 = jnp.sum(jnp.square(y_BTD), axis=-1, keepdims=True)
-    length_BT1 = base.coefficient(jnp.sqrt(square_BT1 + _KEY_EPS**2))
+    length_BT1 = tools.coefficient(jnp.sqrt(square_BT1 + _KEY_EPS**2))
     key_BTD = y_BTD / length_BT1
     # What is erased is linear in x, along a direction that analysis holds
     # fixed; what is written is linear in y.
-    fixed_BTD = base.coefficient(key_BTD)
+    fixed_BTD = tools.coefficient(key_BTD)
     erased_BT1 = jnp.sum(fixed_BTD * carry, axis=-1, keepdims=True)
-    written_BT1 = base.coefficient(beta_BT1 * value_BT1)
-    erased_BT1 = base.coefficient(beta_BT1) * erased_BT1
-    return base.save(carry + written_BT1 * key_BTD - erased_BT1 * fixed_BTD)
+    written_BT1 = tools.coefficient(beta_BT1 * value_BT1)
+    erased_BT1 = tools.coefficient(beta_BT1) * erased_BT1
+    return tools.save(carry + written_BT1 * key_BTD - erased_BT1 * fixed_BTD)
 
   def input(self, carry: jax.Array, slot: Any) -> jax.Array:
     return self._context(carry, slot).astype(self.dtype)
 
   def _context(self, carry: jax.Array, slot: Any) -> jax.Array:
     """z, the norm of the stream."""
-    return base.rms_norm(carry, slot.gain[...], self.eps)
+    return tools.rms_norm(carry, slot.gain[...], self.eps)
 
 
 def _product(x_BTD: jax.Array, weight_D: Any) -> jax.Array:

@@ -31,6 +31,7 @@ from attnres_jax.common import precision
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import tools
 
 
 class Read(NamedTuple):
@@ -79,14 +80,14 @@ class OneSoftmax:
     """The mixture of one read; a single source is returned as is."""
     if len(sources) == 1 and self.options.sums_to_one:
       return sources[0]
-    return base.each(read, lambda part: self._mixture(part, sources))
+    return tools.each(read, lambda part: self._mixture(part, sources))
 
   def _mixture(self, read: Read, sources: tuple[jax.Array, ...]) -> jax.Array:
     # Autodiff would keep every weighted source.
     @jax.checkpoint
     def mixture(read: Read, *sources: jax.Array) -> jax.Array:
       weights_MBTH = weights(self.options, read, sources, self.eps)
-      weights_MBTH = base.coefficient(weights_MBTH)
+      weights_MBTH = tools.coefficient(weights_MBTH)
       mixture_BTD = mix(self.options, weights_MBTH, read, sources)
       return precision.scaled(mixture_BTD, read.scale).astype(self.dtype)
 

@@ -29,6 +29,7 @@ from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 from attnres_jax.models.residuals import full_attnres
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 # Where the parameter of a sigmoid gate starts (arXiv:2605.18855, its code).
 _CLOSED = -2.0
@@ -113,7 +114,7 @@ class Stream(depth_read.DepthAttention):
     axes, start = "LD"[: len(shape)], _CLOSED if self.bounded else 0.0
     # No decay: towards zero, it would take the attention away again.
     self.gate = (
-      base.parameter(axes, start, *shape, decays=False)
+      tools.parameter(axes, start, *shape, decays=False)
       if gate != "one"
       else None
     )
@@ -245,7 +246,7 @@ class DeltaBlock(Stream):
     return base.normed(self.add(carry.stream_BTD, slot.gate, rho), norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    stream_BTD = base.save(carry.stream_BTD + precision.widen(y_BTD))
+    stream_BTD = tools.save(carry.stream_BTD + precision.widen(y_BTD))
     return Carry((*carry.sources, *carry.newest), stream_BTD)
 
   def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
@@ -283,7 +284,7 @@ class DeltaBlock(Stream):
     self, reads: definition.Read, sources: tuple[jax.Array, ...]
   ) -> jax.Array | base.QKV:
     _, slots = self.reader.open(reads, sources)
-    return base.each(slots, lambda slot: slot.out_BTD)
+    return tools.each(slots, lambda slot: slot.out_BTD)
 
   def _seen_first(
     self, blocks: tuple[jax.Array, ...], start: int

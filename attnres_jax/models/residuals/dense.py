@@ -17,12 +17,12 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
-from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 
-class _Dense(base.Values):
+class _Dense(tools.Values):
   """h_l = sum_i W_{i->l} v_i over i < l, for l = 1..L+1, the readout.
 
   Attributes:
@@ -63,7 +63,7 @@ class DenseNet(_Dense):
     super().__init__(config, rngs=rngs)
     identity = jnp.eye(config.width, dtype=jnp.float32)
     weight = jnp.tile(identity, (self._num_weights(), 1, 1))
-    self.weight = base.parameter("LDD", weight, decays=False)
+    self.weight = tools.parameter("LDD", weight, decays=False)
 
   def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:
     terms = [
@@ -88,7 +88,7 @@ class DenseFormer(_Dense):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    self.weight = base.parameter("L", 1, self._num_weights(), decays=False)
+    self.weight = tools.parameter("L", 1, self._num_weights(), decays=False)
 
   def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:
     return over_blocks.weighted_sum(row, values).astype(self.dtype)
@@ -114,7 +114,7 @@ class Dwa(over_blocks.OverBlocks):
     super().__init__(config, rngs=rngs)
     blocks = range(1, self.num_sublayers // 2 + 1)
     rows = [jnp.zeros(t + 1).at[t].set(1.0) for t in blocks]
-    self.weight = base.parameter("L", jnp.concatenate(rows), decays=False)
+    self.weight = tools.parameter("L", jnp.concatenate(rows), decays=False)
 
   def combine(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
     t = len(outputs) - 1

@@ -26,6 +26,7 @@ from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import definition
+from attnres_jax.models.residuals import tools
 import attnres_kernels
 
 
@@ -90,7 +91,7 @@ class DepthQueries(nnx.Module):
     keyed = options.key_norm and not options.rank and options.query != "static"
 
     # No decay: it would pull every softmax back to uniform.
-    parameter = functools.partial(base.parameter, decays=False)
+    parameter = functools.partial(tools.parameter, decays=False)
 
     def queries(count: int) -> nnx.Param:
       if not options.query_init:
@@ -204,7 +205,7 @@ class DepthAttention(base.Residual):
     Otherwise each read is computed by itself, as in the definition. So it is
     while coefficients are fixed.
     """
-    return self.form == "two_phase" and not base.coefficients_are_fixed()
+    return self.form == "two_phase" and not tools.coefficients_are_fixed()
 
   @property
   def reader(self) -> definition.OneSoftmax:
@@ -244,14 +245,14 @@ class TwoPhases(definition.OneSoftmax):
     """Phase 2."""
     if not opened:
       norm_of = normed if self.norm_apart else base.normed
-      return norm_of(base.each(slot, mixture_of), norm)
+      return norm_of(tools.each(slot, mixture_of), norm)
     return self._merge(slot, opened, norm)
 
   def attend(self, read, sources):
     if len(sources) == 1 and self.options.sums_to_one:
       return sources[0]
     _, slots = self.open(jax.tree.map(lambda a: a[None], read), sources)
-    return base.each(layer_stacks.single(slots), mixture_of)
+    return tools.each(layer_stacks.single(slots), mixture_of)
 
   def _mixtures(
     self, query_QD: jax.Array, sources: Any
@@ -292,7 +293,7 @@ class TwoPhases(definition.OneSoftmax):
     if len(opened) > 1 and not (
       ours and attnres_kernels.merges_several(*arrays, rank=self._rank)
     ):
-      joined = base.each(slot, lambda part: self._joined(part, opened))
+      joined = tools.each(slot, lambda part: self._joined(part, opened))
       return base.normed(joined, norm)
 
     def merged(part: Slot) -> jax.Array:
@@ -308,7 +309,7 @@ class TwoPhases(definition.OneSoftmax):
       wide_BTD = precision.scaled(precision.widen(h_BTD), part.scale)
       return norm(wide_BTD).astype(h_BTD.dtype)
 
-    return base.each(slot, merged)
+    return tools.each(slot, merged)
 
   def _joined(self, slot: Slot, opened: tuple[jax.Array, ...]) -> jax.Array:
     """The mixture with several sources, which are mixed by themselves first."""

@@ -11,6 +11,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 
 class StreamAndMean(NamedTuple):
@@ -43,7 +44,7 @@ class Elmo(base.Residual):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     # No decay: it would pull the weights back to uniform.
-    self.logits = base.parameter("L", 0, self.num_sublayers + 1, decays=False)
+    self.logits = tools.parameter("L", 0, self.num_sublayers + 1, decays=False)
 
   def init(self, embedding_BTD: jax.Array) -> StreamAndMean:
     stream_BTD = self.widened(embedding_BTD)
@@ -59,7 +60,7 @@ class Elmo(base.Residual):
     self, carry: StreamAndMean, slot: Any, y_BTD: jax.Array
   ) -> StreamAndMean:
     return StreamAndMean(
-      base.save(carry.stream_BTD + precision.widen(y_BTD)),
+      tools.save(carry.stream_BTD + precision.widen(y_BTD)),
       carry.mean_BTD + slot * carry.stream_BTD,
     )
 

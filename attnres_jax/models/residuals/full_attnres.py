@@ -21,6 +21,7 @@ from attnres_jax.config import fields
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_read
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Carry(NamedTuple):
   opened: tuple[jax.Array, ...]
 
 
-class FullAttnRes(base.Values, depth_read.DepthAttention):
+class FullAttnRes(tools.Values, depth_read.DepthAttention):
   """Full AttnRes in either form.
 
   The carry is the segment's values, and earlier ones if the reader needs them

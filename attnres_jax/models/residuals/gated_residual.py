@@ -15,6 +15,7 @@ from attnres_jax.config import fields
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 
 class State(NamedTuple):
@@ -95,7 +96,7 @@ class GatedResidual(base.Residual):
     self.rank = config.residual.rank or -(-config.width // 8)
     writes, width = self.num_sublayers, config.width
     matrix = linear.matrices(config.init_std, rngs)
-    self.gain = base.parameter("LMD", 0, writes + 1, m, width)
+    self.gain = tools.parameter("LMD", 0, writes + 1, m, width)
     self.down = matrix("LMDR", writes + 1, m, width, self.rank)
     self.up = matrix("LRMD", writes + 1, self.rank, m, width)
     self.weigh = matrix("LMDM", writes, m, width, m)
@@ -121,7 +122,7 @@ class GatedResidual(base.Residual):
 
   def write(self, carry: State, slot: GateSlot, y_BTD: jax.Array) -> State:
     weight_BTM = 2 * jax.nn.sigmoid(carry.low_BTR[..., self.rank :])
-    y_BTMD = precision.widen(base.save(y_BTD))[:, :, None]
+    y_BTMD = precision.widen(tools.save(y_BTD))[:, :, None]
     streams_BTMD = carry.streams_BTMD + weight_BTM[..., None] * y_BTMD
     return self._before(streams_BTMD, slot.next_gain_MD, slot.next_down_MDR)
 
@@ -139,10 +140,10 @@ class GatedResidual(base.Residual):
     self, streams_BTMD: jax.Array, gain_MD: jax.Array, down_MDR: jax.Array
   ) -> State:
     """The state before a read."""
-    streams_BTMD = base.save(streams_BTMD)
+    streams_BTMD = tools.save(streams_BTMD)
     normed_BTMD = _normed(streams_BTMD, gain_MD, self.eps, self.dtype)
     low_BTR = linear.linear(normed_BTMD, down_MDR, 2, streams_BTMD.dtype)
-    return State(streams_BTMD, base.save(low_BTR / self.streams))
+    return State(streams_BTMD, tools.save(low_BTR / self.streams))
 
   def _read(
     self, state: State, gain_MD: jax.Array, up_RMD: jax.Array
@@ -160,8 +161,8 @@ def _normed(
   streams_BTMD: jax.Array, gain_MD: jax.Array, eps: float, dtype: Any
 ) -> jax.Array:
   """Z; nothing but gates and weights of streams depends on it."""
-  normed_BTMD = base.rms_norm(streams_BTMD, 1 + gain_MD, eps)
-  return base.coefficient(normed_BTMD).astype(dtype)
+  normed_BTMD = tools.rms_norm(streams_BTMD, 1 + gain_MD, eps)
+  return tools.coefficient(normed_BTMD).astype(dtype)
 
 
 @functools.partial(jax.checkpoint, static_argnums=(3, 4))
@@ -171,5 +172,5 @@ def _gated_mean(
 ) -> jax.Array:  # fmt: skip
   """The mean of G * Z over streams."""
   gate_BTMD = jax.nn.sigmoid(precision.widen(logits_BTMD))
-  normed_BTMD = base.rms_norm(streams_BTMD, 1 + gain_MD, eps)
+  normed_BTMD = tools.rms_norm(streams_BTMD, 1 + gain_MD, eps)
   return jnp.mean(gate_BTMD * normed_BTMD, axis=2).astype(dtype)

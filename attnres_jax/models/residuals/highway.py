@@ -10,9 +10,9 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
-from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 _START = -2.0  # Of the bias: an output starts with a weight of 0.12.
 
@@ -40,16 +40,16 @@ class Highway(prenorm.Stream):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
     shape = self.num_sublayers, config.width
-    self.matrix = base.parameter("LDD", 0, *shape, config.width)
+    self.matrix = tools.parameter("LDD", 0, *shape, config.width)
     # No decay: it would open all gates halfway.
-    self.bias = base.parameter("LD", _START, *shape, decays=False)
+    self.bias = tools.parameter("LD", _START, *shape, decays=False)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     normed_BTD = carry * norm_lib.inverse_rms(carry, self.eps)
-    normed_BTD = base.coefficient(normed_BTD)
+    normed_BTD = tools.coefficient(normed_BTD)
     logits_BTD = linear.linear(
       normed_BTD.astype(self.dtype), slot.matrix[...], 1, carry.dtype
     )
     gate_BTD = jax.nn.sigmoid(logits_BTD + slot.bias[None, None])
-    y_BTD = precision.widen(base.save(y_BTD))
-    return base.save(carry + gate_BTD * (y_BTD - carry))
+    y_BTD = precision.widen(tools.save(y_BTD))
+    return tools.save(carry + gate_BTD * (y_BTD - carry))

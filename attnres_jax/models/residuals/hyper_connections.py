@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models import norm as norm_lib
-from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams as streams_lib
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 _SCALE = 0.01  # Of the dynamic part, at initialisation.
 
@@ -40,7 +40,7 @@ class StaticHyperConnections(streams_lib.Streams):
     shape = config.num_sublayers, self.num_streams
     turns_LM, eye_MM = streams_lib.in_turn(*shape), jnp.eye(shape[1])
     # No decay: it would pull streams and writes to zero, not to PreNorm.
-    parameter = functools.partial(base.parameter, decays=False)
+    parameter = functools.partial(tools.parameter, decays=False)
     self.alpha = parameter("LM", turns_LM)
     self.beta = parameter("LM", 1, *shape)
     self.mix = parameter("LMM", eye_MM, *shape, shape[1])
@@ -74,9 +74,9 @@ class HyperConnections(StaticHyperConnections):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
     shape = config.num_sublayers, config.width
-    self.gain = base.parameter("LD", 1, *shape)
-    self.projection = base.parameter("LDC", 0, *shape, self.num_streams + 2)
-    self.scale = base.parameter("LC", _SCALE, shape[0], 2)
+    self.gain = tools.parameter("LD", 1, *shape)
+    self.projection = tools.parameter("LDC", 0, *shape, self.num_streams + 2)
+    self.scale = tools.parameter("LC", _SCALE, shape[0], 2)
 
   def coefficients(
     self, streams: streams_lib.State

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.config import fields
-from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +56,10 @@ class LaurelLR(prenorm.Stream):
     width, rank = config.width, config.residual.rank or 64
     shape = self.num_sublayers, width, rank
     start_LDR = jax.random.normal(rngs.params(), shape) * width**-0.5
-    self.down = base.parameter("LDR", start_LDR)
-    self.up = base.parameter("LRD", 0, shape[0], rank, width)
+    self.down = tools.parameter("LDR", start_LDR)
+    self.up = tools.parameter("LRD", 0, shape[0], rank, width)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     low_BTR = jnp.einsum("BTD,DR->BTR", carry, slot.down[...])
     mapped_BTD = jnp.einsum("BTR,RD->BTD", low_BTR, slot.up[...])
-    return base.save(carry + mapped_BTD + precision.widen(y_BTD))
+    return tools.save(carry + mapped_BTD + precision.widen(y_BTD))

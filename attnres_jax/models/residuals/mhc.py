@@ -28,9 +28,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams as streams_lib
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 _SCALE = 0.01  # Of what depends on the streams, at initialisation.
 _CLOSED = -8.0  # Bias of what softmax or Sinkhorn almost removes.
@@ -65,10 +65,10 @@ class MHC(streams_lib.Streams):
     mix_LC = np.broadcast_to(mix_C, (depth, mix_C.size))
     # No decay: with zero biases, each stream would be read and written alike.
     bias_LC = np.concatenate([turns_LM, turns_LM, mix_LC], axis=1)
-    self.bias = base.parameter("LC", bias_LC, decays=False)
-    self.scale = base.parameter("LC", _SCALE, depth, 3)
+    self.bias = tools.parameter("LC", bias_LC, decays=False)
+    self.scale = tools.parameter("LC", _SCALE, depth, 3)
     shape = depth, streams, config.width, bias_LC.shape[1]
-    self.projection = base.parameter("LMDC", 0, *shape)
+    self.projection = tools.parameter("LMDC", 0, *shape)
 
   def start(self) -> np.ndarray:
     """b_mix, of a matrix close to the identity."""
@@ -120,7 +120,7 @@ class MHCLite(MHC):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    self.gain = base.parameter("LMD", 0, *self.projection.shape[:3])
+    self.gain = tools.parameter("LMD", 0, *self.projection.shape[:3])
 
   def start(self) -> np.ndarray:
     if self.num_streams > 6:

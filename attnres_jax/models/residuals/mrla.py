@@ -26,6 +26,7 @@ from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 _TOKEN_TAPS = 3
 
@@ -52,7 +53,7 @@ class Projections(nnx.Module):
       drawn = jax.random.uniform(
         rngs.params(), shape, jnp.float32, -bound, bound
       )
-      return base.parameter(axes, drawn)
+      return tools.parameter(axes, drawn)
 
     self.query = draw("LW", taps)
     self.key = draw("LW", taps)
@@ -111,7 +112,7 @@ class Mrla(over_blocks.OverBlocks):
       values.append(self.projections.values(s, source_BTD))
     scale = self.projections.head_width**-0.5
     weight_MBTN = jax.nn.softmax(scale * jnp.stack(scores), axis=0)
-    weight_MBTN = base.coefficient(weight_MBTN)
+    weight_MBTN = tools.coefficient(weight_MBTN)
     weights = [self.projections.over_channels(w_BTN) for w_BTN in weight_MBTN]
     return x_BTD + over_blocks.weighted_sum(weights, values)
 
@@ -141,7 +142,7 @@ class MrlaLight(base.Residual):
     self.projections = Projections(blocks, config.width, rngs)
     shape = blocks, config.width
     decay = jax.random.normal(rngs.params(), shape, jnp.float32)
-    self.decay = base.parameter("LD", decay, decays=False)
+    self.decay = tools.parameter("LD", decay, decays=False)
 
   def init(self, embedding_BTD: jax.Array) -> "LightState":
     stream_BTD = self.widened(embedding_BTD)
@@ -155,7 +156,7 @@ class MrlaLight(base.Residual):
     return carry.stream_BTD.astype(self.dtype)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    stream_BTD = base.save(carry.stream_BTD + precision.widen(y_BTD))
+    stream_BTD = tools.save(carry.stream_BTD + precision.widen(y_BTD))
     return carry._replace(stream_BTD=stream_BTD)
 
   def readout(self, state: "LightState") -> jax.Array:
@@ -170,11 +171,11 @@ class MrlaLight(base.Residual):
     made, l = self.projections, t - 1
     score_BTN = _dot(made.queries(l, x_BTD), made.keys(l, x_BTD))
     gate_BTN = jax.nn.sigmoid(made.head_width**-0.5 * score_BTN)
-    gate_BTD = made.over_channels(base.coefficient(gate_BTN))
+    gate_BTD = made.over_channels(tools.coefficient(gate_BTN))
     new_BTD = over_blocks.weighted_sum(
       (self.decay[l][None, None], gate_BTD), (old_BTD, made.values(l, x_BTD))
     )
-    return LightState(x_BTD + new_BTD, base.save(new_BTD))
+    return LightState(x_BTD + new_BTD, tools.save(new_BTD))
 
 
 class LightState(NamedTuple):
@@ -189,7 +190,7 @@ class LightState(NamedTuple):
   sum_BTD: jax.Array
 
 
-class MrlaLinear(base.Values):
+class MrlaLinear(tools.Values):
   """The row of MRLA in the table of arXiv:2603.15031, between sublayers.
 
     h_l = v_0 + sum_{i=1}^{l-1} (sigmoid(q_{l-1}) . sigmoid(k_i)) V_i
@@ -225,7 +226,7 @@ class MrlaLinear(base.Values):
     )
     weights = [
       self.projections.over_channels(
-        base.coefficient(_dot(query_BTNH, key_BTNH))
+        tools.coefficient(_dot(query_BTNH, key_BTNH))
       )
       for key_BTNH, _ in attended
     ]
@@ -234,7 +235,7 @@ class MrlaLinear(base.Values):
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     values, attended = carry
-    y_BTD = base.save(y_BTD.astype(self.dtype))
+    y_BTD = tools.save(y_BTD.astype(self.dtype))
     source = self._source(len(attended), y_BTD)
     return (*values, y_BTD), (*attended, source)
 
@@ -263,7 +264,7 @@ def _over_channels(x_BTD: jax.Array, taps_W: jax.Array) -> jax.Array:
 
 def _over_tokens(x_BTD: jax.Array, taps_WD: jax.Array) -> jax.Array:
   """Correlates each channel with its taps, the last one of the token itself."""
-  before_BWD = base.before(x_BTD, len(taps_WD) - 1)
+  before_BWD = tools.before(x_BTD, len(taps_WD) - 1)
   return _correlate(jnp.concatenate([before_BWD, x_BTD], 1), taps_WD, 1)
 
 

@@ -19,6 +19,7 @@ from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 _WAYS = 4  # Queries, keys, values and the stream.
 
@@ -83,12 +84,12 @@ class Mudd(over_blocks.OverBlocks):
       for t, (_, outs) in enumerate(sizes, 1)
     ]
     entries = sum(hidden * outs for hidden, outs in sizes)
-    self.first = base.parameter("LD", first * width**-0.5)
-    self.second = base.parameter("L", 0, entries)
+    self.first = tools.parameter("LD", first * width**-0.5)
+    self.second = tools.parameter("L", 0, entries)
     bias_L = jnp.concatenate([a.ravel() for a in bias])
-    self.bias = base.parameter("L", bias_L, decays=False)
-    self.key_gain = base.parameter("LD", 1, blocks - 1, width)
-    self.value_gain = base.parameter("LD", 1, blocks - 1, width)
+    self.bias = tools.parameter("L", bias_L, decays=False)
+    self.key_gain = tools.parameter("LD", 1, blocks - 1, width)
+    self.value_gain = tools.parameter("LD", 1, blocks - 1, width)
 
   def weights(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
     """A_t [C, t + 1, B, T], float32, of (X_0, ..., X_t)."""
@@ -113,7 +114,7 @@ class Mudd(over_blocks.OverBlocks):
       "BTH,HM->MBT", units_BTH, second.reshape(hidden, outs)
     )
     weight_MBT += self.bias[biases : biases + outs][:, None, None]
-    weight_MBT = base.coefficient(weight_MBT)
+    weight_MBT = tools.coefficient(weight_MBT)
     return weight_MBT.reshape(-1, t + 1, *weight_MBT.shape[1:])
 
   def mixtures(self, outputs: tuple[jax.Array, ...]) -> list[jax.Array]:
@@ -147,7 +148,7 @@ class Mudd(over_blocks.OverBlocks):
     return base.QKV(norm(query_BTD), key_BTD, value_BTD)
 
   def write(self, carry: Carry, slot: Any, y_BTD: jax.Array) -> Carry:
-    return Carry(base.save(carry.stream_BTD + precision.widen(y_BTD)), None)
+    return Carry(tools.save(carry.stream_BTD + precision.widen(y_BTD)), None)
 
   def close(self, state: Any, carry: Carry, stop: int) -> Any:
     return super().close(state, carry.stream_BTD, stop)

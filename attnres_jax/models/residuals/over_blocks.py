@@ -17,10 +17,10 @@ import jax
 
 from attnres_jax.common import precision
 from attnres_jax.models import linear
-from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import tools
 
 
-class OverBlocks(base.Blocks):
+class OverBlocks(tools.Blocks):
   """A scheme whose subclass defines `combine`.
 
   The state is the same as in Block AttnRes: X_0, ..., X_t in the model's dtype
@@ -34,7 +34,7 @@ class OverBlocks(base.Blocks):
     return precision.widen(outputs[-1])
 
   def open(
-    self, state: base.BlockState, start: int, stop: int
+    self, state: tools.BlockState, start: int, stop: int
   ) -> tuple[Any, Any]:
     if state.partial_BTD is not None:
       return state.partial_BTD, None
@@ -44,16 +44,16 @@ class OverBlocks(base.Blocks):
     return carry.astype(self.dtype)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    return base.save(carry + precision.widen(y_BTD))
+    return tools.save(carry + precision.widen(y_BTD))
 
   def close(
-    self, state: base.BlockState, carry: Any, stop: int
-  ) -> base.BlockState:
+    self, state: tools.BlockState, carry: Any, stop: int
+  ) -> tools.BlockState:
     if stop % 2:
-      return base.BlockState(state.blocks, carry)
-    return base.BlockState((*state.blocks, carry.astype(self.dtype)), None)
+      return tools.BlockState(state.blocks, carry)
+    return tools.BlockState((*state.blocks, carry.astype(self.dtype)), None)
 
-  def readout(self, state: base.BlockState) -> jax.Array:
+  def readout(self, state: tools.BlockState) -> jax.Array:
     return self.combine(state.blocks).astype(self.dtype)
 
 

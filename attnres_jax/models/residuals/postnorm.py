@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models import norm as norm_lib
-from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 
 class PostNorm(prenorm.Stream):
@@ -40,12 +40,12 @@ class PostNorm(prenorm.Stream):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.alpha, self.eps = 1.0, config.norm_eps
-    self.gain = base.parameter("LD", 1, self.num_sublayers, config.width)
+    self.gain = tools.parameter("LD", 1, self.num_sublayers, config.width)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     # The sum is what the backward pass of the norm needs.
-    sum_BTD = base.save(self.alpha * carry + precision.widen(y_BTD))
-    return base.rms_norm(sum_BTD, slot.gain[...], self.eps)
+    sum_BTD = tools.save(self.alpha * carry + precision.widen(y_BTD))
+    return tools.rms_norm(sum_BTD, slot.gain[...], self.eps)
 
 
 class DeepNorm(PostNorm):
@@ -123,7 +123,7 @@ class HybridNorm(prenorm.Stream):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
-    self.gain = base.parameter("LD", 1, self.num_sublayers // 2, config.width)
+    self.gain = tools.parameter("LD", 1, self.num_sublayers // 2, config.width)
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
     gain_LD = jnp.ones((self.num_sublayers, state.shape[-1]), state.dtype)
@@ -135,10 +135,10 @@ class HybridNorm(prenorm.Stream):
     return self._stream(carry, slot).astype(self.dtype)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    return base.save(self._stream(carry, slot) + precision.widen(y_BTD))
+    return tools.save(self._stream(carry, slot) + precision.widen(y_BTD))
 
   def _stream(self, carry: jax.Array, slot: Any) -> jax.Array:
     is_mlp, gain_D = slot
     factor_BT1 = norm_lib.inverse_rms(carry, self.eps)
     factor_BT1 = jnp.where(is_mlp, factor_BT1, jnp.ones_like(factor_BT1))
-    return carry * base.coefficient(factor_BT1) * gain_D[None, None]
+    return carry * tools.coefficient(factor_BT1) * gain_D[None, None]

@@ -16,6 +16,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 # Sublayers whose float32 sums are made again from the outputs, which take half
 # as much in bfloat16, when checkpointing needs them. So many sums are in memory
@@ -57,8 +58,8 @@ class PreNorm(Stream):
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     if self.segment_size is None:  # A scan would make all sums at once.
-      return base.save(carry + precision.widen(y_BTD))
-    return carry + precision.widen(base.save(y_BTD))
+      return tools.save(carry + precision.widen(y_BTD))
+    return carry + precision.widen(tools.save(y_BTD))
 
 
 class Rescaled(Stream):
@@ -76,4 +77,4 @@ class Rescaled(Stream):
     return state, 1.0 / jnp.arange(start + 2, stop + 2, dtype=state.dtype)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    return base.save(carry + slot * (precision.widen(y_BTD) - carry))
+    return tools.save(carry + slot * (precision.widen(y_BTD) - carry))

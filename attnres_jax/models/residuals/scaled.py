@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
-from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 
 class ReZero(prenorm.Stream):
@@ -36,13 +36,13 @@ class ReZero(prenorm.Stream):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     # No decay: zero switches a sublayer off.
-    self.factor = base.parameter("L", 0, self.num_sublayers, decays=False)
+    self.factor = tools.parameter("L", 0, self.num_sublayers, decays=False)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     # One factor, or one for each channel.
     factor_11D = jnp.reshape(slot.factor[...], (1, 1, -1))
-    y_BTD = precision.widen(base.save(y_BTD))
-    return base.save(carry + factor_11D * y_BTD)
+    y_BTD = precision.widen(tools.save(y_BTD))
+    return tools.save(carry + factor_11D * y_BTD)
 
 
 class LayerScale(ReZero):
@@ -67,4 +67,4 @@ class LayerScale(ReZero):
     blocks = self.num_sublayers / 2
     start = 0.1 if blocks <= 18 else 1e-5 if blocks <= 24 else 1e-6
     shape = self.num_sublayers, config.width
-    self.factor = base.parameter("LD", start, *shape, decays=False)
+    self.factor = tools.parameter("LD", start, *shape, decays=False)

@@ -11,6 +11,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import styles
+from attnres_jax.models.residuals import tools
 
 
 class Streams(NamedTuple):
@@ -48,8 +49,8 @@ class SiameseNorm(base.Residual):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
     shape = self.num_sublayers + 1, config.width
-    self.post_gain = base.parameter("LD", 1, *shape)
-    self.pre_gain = base.parameter("LD", 1, *shape)
+    self.post_gain = tools.parameter("LD", 1, *shape)
+    self.pre_gain = tools.parameter("LD", 1, *shape)
 
   def init(self, embedding_BTD: jax.Array) -> Streams:
     return Streams(*[self.widened(embedding_BTD)] * 2)
@@ -66,9 +67,9 @@ class SiameseNorm(base.Residual):
   def write(self, carry: Streams, slot: Any, y_BTD: jax.Array) -> Streams:
     post_gain_D, _, weight = slot
     y_BTD = precision.widen(y_BTD)
-    post_BTD = base.rms_norm(carry.post_BTD, post_gain_D, self.eps)
+    post_BTD = tools.rms_norm(carry.post_BTD, post_gain_D, self.eps)
     return Streams(
-      base.save(post_BTD + weight * y_BTD), base.save(carry.pre_BTD + y_BTD)
+      tools.save(post_BTD + weight * y_BTD), tools.save(carry.pre_BTD + y_BTD)
     )
 
   def readout(self, state: Streams) -> jax.Array:
@@ -78,6 +79,6 @@ class SiameseNorm(base.Residual):
   def _sum(
     self, streams: Streams, post_gain_D: jax.Array, pre_gain_D: jax.Array
   ) -> jax.Array:
-    post_BTD = base.rms_norm(streams.post_BTD, post_gain_D, self.eps)
-    pre_BTD = base.rms_norm(streams.pre_BTD, pre_gain_D, self.eps)
+    post_BTD = tools.rms_norm(streams.post_BTD, post_gain_D, self.eps)
+    pre_BTD = tools.rms_norm(streams.pre_BTD, pre_gain_D, self.eps)
     return (post_BTD + pre_BTD).astype(self.dtype)

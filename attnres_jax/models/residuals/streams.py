@@ -41,6 +41,7 @@ from attnres_jax.common import precision
 from attnres_jax.config import fields
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import tools
 
 # What enters the stream of a token: [B, T, D] arrays, one per stream.
 State = tuple[jax.Array, ...]
@@ -118,7 +119,7 @@ class Streams(base.Residual):
     return h_BTD.astype(self.dtype)
 
   def write(self, carry: Carry, slot: Any, y_BTD: jax.Array) -> Carry:
-    streams = mixed(carry, precision.widen(base.save(y_BTD)))
+    streams = mixed(carry, precision.widen(tools.save(y_BTD)))
     return Carry(streams, slot.fixed(streams))
 
   def close(self, state: Any, carry: Carry, stop: int) -> Any:
@@ -132,7 +133,7 @@ class Streams(base.Residual):
 
   def fixed(self, streams: Any) -> Any:
     """The coefficients, which analysis may hold fixed."""
-    return self.coefficients(jax.tree.map(base.coefficient, streams))
+    return self.coefficients(jax.tree.map(tools.coefficient, streams))
 
 
 def combine(weight_MBT: jax.Array, streams: State) -> jax.Array:
@@ -154,7 +155,7 @@ def mixed(carry: Carry, y_BTD: jax.Array) -> State:
     for j in range(len(carry.streams))
   )
   return tuple(
-    base.save(x_BTD.astype(old_BTD.dtype))
+    tools.save(x_BTD.astype(old_BTD.dtype))
     for x_BTD, old_BTD in zip(new, carry.streams)
   )
 
