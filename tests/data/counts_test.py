@@ -3,20 +3,17 @@
 
 import json
 
-import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax.train import loop
+from tests.data import token_file
 
 
 def _tokens(folder, count):
-  folder.mkdir(exist_ok=True)
   for split in ("train", "validation"):
-    (folder / f"{split}.bin").write_bytes(np.zeros(count, "<u2").tobytes())
-    sidecar = {"dtype": "uint16", "count": count, "vocab_size": 300}
-    (folder / f"{split}.json").write_text(json.dumps(sidecar))
+    token_file.write(folder / f"{split}.bin", [0] * count, vocab_size=300)
   return str(folder)
 
 

@@ -16,12 +16,13 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax.data import packing
 from tests.data import text_test
+from tests.data import token_file
 
 _TEXTS = [
   f"text {i}: " + "some words that compress well\n" * i for i in range(40)
 ]
 _LINES = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS).encode()
-_IDS = np.random.default_rng(0).integers(0, 256, 3000).astype("<u2")
+_IDS = np.random.default_rng(0).integers(0, 256, 3000)
 
 
 def _zst(path, content):
@@ -34,12 +35,6 @@ def _zst(path, content):
       stream.write(part)
     frames.append(sink.getvalue().to_pybytes())
   path.write_bytes(b"".join(frames))
-
-
-def _tokens(path):
-  path.write_bytes(_IDS.tobytes())
-  sidecar = {"dtype": "uint16", "count": len(_IDS), "separator_id": 256}
-  path.with_suffix(".json").write_text(json.dumps(sidecar))
 
 
 # name of the damaged file: its source, and what writes it.
@@ -56,7 +51,9 @@ _FILES = {
   "a.parquet": (
     "parquet", lambda path: text_test.write_parquet(path, _TEXTS)
   ),
-  "a.bin": ("tokens", _tokens),
+  "a.bin": (
+    "tokens", lambda path: token_file.write(path, _IDS, separator_id=256)
+  ),
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from tests.data import token_file
 
 LENGTH, BATCH = 4, 6
 # Rows of each path; ids of path i start at 1000 i.
@@ -23,9 +24,7 @@ def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"path{i}")
     ids = 1000 * i + np.arange(rows * LENGTH + 1)
     for split in ("train", "validation"):
-      (folder / f"{split}.bin").write_bytes(ids.astype("<u2").tobytes())
-      sidecar = {"dtype": "uint16", "count": len(ids), "vocab_size": 4000}
-      (folder / f"{split}.json").write_text(json.dumps(sidecar))
+      token_file.write(folder / f"{split}.bin", ids, vocab_size=4000)
     folders.append(str(folder))
   return tuple(folders)
 

@@ -18,6 +18,7 @@ from attnres_jax.data import packing
 from attnres_jax.data import prepare
 from attnres_jax.models import loss as loss_lib
 from tests import tiers
+from tests.data import token_file
 
 _END = "<|endoftext|>"
 _NUM_WORDS = 400
@@ -76,9 +77,7 @@ def _sidecar(folder, documents, ends=False):
   ids = []
   for document in documents:
     ids += [*document, _SEPARATOR] if ends else [_SEPARATOR, *document]
-  (folder / "train.bin").write_bytes(np.array(ids, "<u2").tobytes())
-  sidecar = {"dtype": "uint16", "separator_id": _SEPARATOR}
-  (folder / "train.json").write_text(json.dumps(sidecar))
+  token_file.write(folder / "train.bin", ids, separator_id=_SEPARATOR)
   return {"source": "tokens", "path": str(folder)}
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from tests.data import token_file
 
 _NUM_ROWS, _LENGTH = 23, 4
 # In place of the number of a row.
@@ -28,9 +29,8 @@ class TestPipeline:
       self._write(split, np.arange(_NUM_ROWS * _LENGTH + 1))
 
   def _write(self, split, ids, **fields):
-    (self.folder / f"{split}.bin").write_bytes(ids.astype("<u2").tobytes())
-    sidecar = dict(dtype="uint16", count=len(ids), vocab_size=1000) | fields
-    (self.folder / f"{split}.json").write_text(json.dumps(sidecar))
+    path = self.folder / f"{split}.bin"
+    token_file.write(path, ids, vocab_size=1000, **fields)
 
   def _config(self, **fields):
     defaults = dict(

@@ -177,33 +177,34 @@ class TestPrepare:
         self._line(self._prepared(), split), self._line(config, split)
       )
 
-  def test_other_options_are_refused(self):
+  @pytest.mark.parametrize(
+    "fields,more,message",
+    [
+      ({"validation_fraction": 0.5}, "", "same options.*split_rule"),
+      ({}, '\n{"text": "more"}', "listing_sha256"),
+    ],
+  )
+  def test_other_options_and_sources_are_refused(self, fields, more, message):
     self._prepare()
     before = self._contents()
-    other = self._config(validation_fraction=0.5)
-    message = "--output: got '.*out'.*same options.*split_rule"
+    self.path.write_text(self.path.read_text() + more)
+    message = f"--output: got '.*out'.*{message}"
     with pytest.raises(config_lib.ConfigError, match=message):
-      self._prepare(other)
+      self._prepare(self._config(**fields))
     assert self._contents() == before
 
-  def test_a_changed_source_is_refused(self):
-    self._prepare()
-    self.path.write_text(self.path.read_text() + '\n{"text": "more"}')
-    with pytest.raises(config_lib.ConfigError, match="listing_sha256"):
-      self._prepare()
-
-  def test_a_folder_of_other_things_is_refused(self):
+  @pytest.mark.parametrize(
+    "name,message",
+    [
+      ("thesis.tex", "an empty folder"),
+      ("dataset.json", "that prepare has writ"),
+    ],
+  )
+  def test_a_folder_of_others_is_refused(self, name, message):
     self.output.mkdir()
-    (self.output / "thesis.tex").write_text("precious")
-    with pytest.raises(config_lib.ConfigError, match="an empty folder"):
-      self._prepare()
-    assert (self.output / "thesis.tex").read_text() == "precious"
-
-  def test_a_dataset_of_others_is_refused(self):
-    self.output.mkdir()
-    (self.output / "dataset.json").write_text('{"text": "precious"}')
+    (self.output / name).write_text('{"text": "precious"}')
     before = self._contents()
-    with pytest.raises(config_lib.ConfigError, match="that prepare has writ"):
+    with pytest.raises(config_lib.ConfigError, match=message):
       self._prepare()
     assert self._contents() == before
 

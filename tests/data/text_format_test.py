@@ -264,10 +264,19 @@ def test_our_own_runs_use_their_separator(tmp_path):
   assert ours.end_ids == (256,) and ours.prefix_id == 256
   assert ours.describe()["eos_token_id"] == 256
   decoder = ours.decoder(ours.prompt("a"))
-  bytes = [*"€b".encode(), 0xFF, 0xFF, 0xE2, 256]
-  assert [decoder.add(id) for id in bytes] == [
+  ids = [*"€b".encode(), 0xFF, 0xFF, 0xE2, 256]
+  assert [decoder.add(id) for id in ids] == [
     "", "", "€", "b", "", "", "", "\ufffd\ufffd\ufffd\n",
   ]  # fmt: skip
+  # Whatever is before a character, its bytes stay together.
+  rng = random.Random(0)
+  some = [*"aß€🙂".encode(), 0xFF, 0xC3, 0xF0, 0xE2, 0x80]
+  for size in range(2, 15):
+    for _ in range(100):
+      written = bytes(rng.choices(some, k=size))
+      decoder = ours.decoder()
+      pieces = [*map(decoder.add, ours.encode(written)), decoder.end()]
+      assert "".join(pieces) == written.decode(errors="replace")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", ""])

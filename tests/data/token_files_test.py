@@ -100,33 +100,38 @@ class TestTokenFiles:
     ):
       data.open_dataset(self._config("x.bin"), "validation")
 
-  def test_a_file_without_a_sidecar(self):
-    self._write("x.bin", _raw(_IDS))
-    with pytest.raises(config_lib.ConfigError, match="sidecar x.json beside"):
-      data.open_dataset(self._config("x.bin"), "train")
-
   @pytest.mark.parametrize(
-    "changes,message",
+    "sidecar,fields,message",
     [
-      ({"dtype": "uint8"}, "dtype"), ({"count": 11}, "not of 24"),
-      ({"count": 13}, "26 bytes, as x.json says"),
-      ({"count": None, "header_bytes": 30}, "30 bytes, as x.json says"),
-      ({"count": 10**15}, "it is cut off or damaged"),
-      ({"separator_id": 65536}, "to 65535"),
+      (None, {}, "sidecar x.json beside"),
+      ([], {}, "x.json.*object"),
+      ({"dtype": "uint8"}, {}, "x.json.*dtype"),
+      ({"count": 11}, {}, "x.bin.*not of 24"),
+      ({"count": 13}, {}, "26 bytes, as x.json says"),
+      ({"count": None, "header_bytes": 30}, {}, "30 bytes, as x.json says"),
+      ({"count": 10**15}, {}, "x.bin.*it is cut off or damaged"),
+      ({"separator_id": 65536}, {}, "x.json.*to 65535"),
+      ({"vocab_size": 9, "separator_id": 9}, {}, '"separator_id" up to 8'),
+      ({"sha256": "00"}, {}, "x.bin.*SHA-256 00"),
+      ({"vocab_size": 300}, {}, "tokenizer: got 'bytes'.*300 ids that .*x.bin"),
       (
-        {"vocab_size": 9, "separator_id": 9},
-        '"separator_id" up to 8',
+        {"tokenizer": {"name": "hf", "sha256": "ab"}},
+        {},
+        "data.tokenizer: got 'bytes'.*name 'hf', not 'bytes'",
       ),
-      ({"sha256": "00"}, "SHA-256 00"), (None, "object"),
+      ({"separator_id": 0}, {}, "by id 0, not by id 256"),
+      ({}, {"segment_ids": True}, "data.segment_ids"),
+      ({}, {"tokenizer": "ids"}, "vocab_size.*x.bin"),
+      ({}, {"separator": "x"}, "data.separator: .*'x'"),
+      ({}, {"tokenizer_path": "x"}, "data.tokenizer_path: .*'x'"),
     ],
-  )  # fmt: skip
-  def test_bad_sidecars(self, changes, message):
-    good = {"dtype": "uint16", "count": 12}
-    self._write("x.bin", _raw(_IDS), [] if changes is None else good | changes)
-    with pytest.raises(
-      config_lib.ConfigError, match=f"x[.](json|bin).*{message}"
-    ):
-      data.open_dataset(self._config(), "train")
+  )
+  def test_what_does_not_fit_is_named(self, sidecar, fields, message):
+    if isinstance(sidecar, dict):
+      sidecar = {"dtype": "uint16", "count": 12} | sidecar
+    self._write("x.bin", _raw(_IDS), sidecar)
+    with pytest.raises(config_lib.ConfigError, match=message):
+      data.open_dataset(self._config("x.bin", **fields), "train")
 
   @pytest.mark.parametrize("num_threads", [0, 2])
   @pytest.mark.parametrize(
@@ -184,31 +189,6 @@ class TestTokenFiles:
       match=r"below the vocabulary size 257 \(found 257\)",
     ):
       data.open_dataset(self._config(), "train")
-
-  @pytest.mark.parametrize(
-    "fields,message",
-    [
-      ({"vocab_size": 300}, "300 ids that .*x.bin declares"),
-      ({"tokenizer": {"name": "hf", "sha256": "ab"}}, "name 'hf', not 'bytes'"),
-    ],
-  )
-  def test_another_tokenizer(self, fields, message):
-    sidecar = {"dtype": "uint16", "count": 12} | fields
-    self._write("x.bin", _raw(_IDS), sidecar)
-    with pytest.raises(
-      config_lib.ConfigError, match=f"data.tokenizer: got 'bytes'.*{message}"
-    ):
-      data.open_dataset(self._config(), "train")
-
-  def test_segment_ids_need_a_declared_separator(self):
-    self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "count": 12})
-    with pytest.raises(config_lib.ConfigError, match="data.segment_ids"):
-      data.open_dataset(self._config(segment_ids=True), "train")
-
-  def test_ids_tokenizer_needs_a_declared_vocabulary(self):
-    self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "count": 12})
-    with pytest.raises(config_lib.ConfigError, match="vocab_size.*x.bin"):
-      data.make_tokenizer(self._config(tokenizer="ids"))
 
   def test_missing_and_empty(self):
     with pytest.raises(config_lib.ConfigError, match="data.path.*[*].bin"):
@@ -273,11 +253,3 @@ class TestTokenFiles:
     config = self._config("x.bin", **fields, separator="<eot>")
     with pytest.raises(config_lib.ConfigError, match="data.separator: .*<eot>"):
       data.open_dataset(config, "train")
-
-  def test_bytes_have_one_separator(self):
-    self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "separator_id": 0})
-    with pytest.raises(config_lib.ConfigError, match="by id 0, not by id 256"):
-      data.open_dataset(self._config(), "train")
-    for name in ("separator", "tokenizer_path"):
-      with pytest.raises(config_lib.ConfigError, match=f"data.{name}: .*'x'"):
-        data.open_dataset(self._config(**{name: "x"}), "train")

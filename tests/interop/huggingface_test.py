@@ -6,7 +6,6 @@ import math
 import jax
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
@@ -110,32 +109,35 @@ def test_a_damaged_config_json(tmp_path, text):
   assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", [UP, "model.norm.weight"])
-def test_weights_that_are_not_finite_are_refused(tmp_path, name, value):
-  small_checkpoint.write(tmp_path)
-  arrays = small_checkpoint.tensors(tmp_path)
-  arrays[name] = arrays[name].copy()
-  arrays[name].flat[3] = value
-  safetensors.numpy.save_file(arrays, tmp_path / tensor_files.SINGLE)
-  source = huggingface.read(tmp_path)
-  words = f"{name}' has values that are not finite"
-  with pytest.raises(tensor_files.TensorFileError, match=words):
-    huggingface.load(source)
+TABLE, NORM = "model.embed_tokens.weight", "model.norm.weight"
+TIED = "lm_head.weight' differs from 'model.embed_tokens"
+INFINITE = "' has values that are not finite"
+
+
+def _put(array, value):
+  array = array.copy()
+  array.flat[3] = value
+  return array
 
 
 @pytest.mark.parametrize(
-  "change", [lambda a: a + 1e-3, lambda a: a[:-1], lambda a: a[0, 0]]
+  "target,source,change,words",
+  [
+    (UP, UP, lambda a: a.astype(np.int8), f"{UP}' is I8, expected one of"),
+    (UP, UP, lambda a: _put(a, math.nan), UP + INFINITE),
+    (UP, UP, lambda a: _put(a, math.inf), UP + INFINITE),
+    (NORM, NORM, lambda a: _put(a, -math.inf), NORM + INFINITE),
+    # A head of its own, though config.json says that it is the table.
+    ("lm_head.weight", TABLE, lambda a: a + 1e-3, TIED),
+    ("lm_head.weight", TABLE, lambda a: a[:-1], TIED),
+    ("lm_head.weight", TABLE, lambda a: a[0, 0], TIED),
+  ],
 )
-def test_a_tied_head_that_differs_is_refused(tmp_path, change):
-  """A checkpoint whose files contradict its config.json."""
+def test_tensors_that_are_refused(tmp_path, target, source, change, words):
   small_checkpoint.write(tmp_path)
-
-  def add(arrays):
-    arrays["lm_head.weight"] = change(arrays["model.embed_tokens.weight"])
-
-  small_checkpoint.change_tensors(tmp_path, add)
-  words = "differs from 'model.embed_tokens"
+  small_checkpoint.change_tensors(
+    tmp_path, lambda a: a.update({target: change(a[source])})
+  )
   with pytest.raises(tensor_files.TensorFileError, match=words):
     huggingface.load(huggingface.read(tmp_path))
 
@@ -170,13 +172,3 @@ def test_tensors_that_are_ignored_by_name(tmp_path):
 
   small_checkpoint.change_tensors(tmp_path, add)
   _assert_same(huggingface.load(huggingface.read(tmp_path)), model)
-
-
-def test_weights_of_another_dtype(tmp_path):
-  small_checkpoint.write(tmp_path)
-  small_checkpoint.change_tensors(
-    tmp_path, lambda a: a.update({UP: a[UP].astype(np.int8)})
-  )
-  words = "up_proj.weight' is I8, expected one of"
-  with pytest.raises(tensor_files.TensorFileError, match=words):
-    huggingface.read(tmp_path)
