@@ -66,18 +66,6 @@ def test_numbers_are_checked_like_fields(name, capsys):
       assert action.option_strings[0] in line, line
 
 
-def test_a_table_of_a_pipeline_has_a_limit(capsys):
-  for flags in (
-    ["--microbatches=100000"],
-    ["--stage=100000"],
-    ["--stage=100", "--microbatches=1000"],
-  ):
-    with pytest.raises((SystemExit, config_lib.ConfigError)) as stopped:
-      pipeline_main.counts(flags)
-    line = capsys.readouterr().err or str(stopped.value)
-    assert "got" in line and ("--microbatches" in line or "--stage" in line)
-
-
 @pytest.mark.parametrize("name", [name for name in PARSERS if name != "worker"])
 def test_every_command_takes_the_config(name):
   parser = PARSERS[name]

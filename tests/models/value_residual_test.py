@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
@@ -146,8 +145,3 @@ def test_each_kind_has_its_first_values():
     )
     expected = halved(base, other, trace.reads[first], trace.reads[last])
     np.testing.assert_allclose(trace.values[last + 1], expected, atol=1e-5)
-
-
-def test_a_scan_over_blocks_is_refused():
-  with pytest.raises(config_lib.ConfigError, match="depth_loop: got 'scan'"):
-    dataclasses.replace(CONFIG, depth_loop="scan")

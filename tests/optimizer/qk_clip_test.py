@@ -212,13 +212,3 @@ def test_microbatches_and_devices_find_the_same_logits(batch):
     np.testing.assert_allclose(
       other["max_logit"], plain["max_logit"], rtol=1e-5
     )
-
-
-@pytest.mark.parametrize(
-  "fields,message",
-  [({"model": dataclasses.replace(MODEL, qkv_norm=True)}, "without norms"),
-   ({"model": dataclasses.replace(MODEL, mixers=("kda", "kda"))}, "softmax")],
-)  # fmt: skip
-def test_refused(fields, message):
-  with pytest.raises(config_lib.ConfigError, match=rf"qk_clip: .*{message}"):
-    _program(clip=1.0, **fields)

@@ -110,21 +110,3 @@ def test_settled_steps_are_those_that_length_does_not_change(name):
   assert settled == expected[name]
   count = min(settled, 150)
   assert same[:count].all() and not same[count:].any()
-
-
-@pytest.mark.parametrize(
-  "steps,fields,message",
-  [
-    (7, dict(warmup_steps=7), "warmup_steps: got 7, .*than train.steps=7"),
-    # Where the decay begins.
-    (100, WSD | dict(warmup_steps=76), "warmup_steps: got 76, .* at most 75"),
-    # Whether it is used or not.
-    *(
-      (100, dict(decay_shape="cosin", schedule=name), "decay_shape: got 'cos")
-      for name in sorted(schedules.SCHEDULES)
-    ),
-  ],
-)
-def test_errors(steps, fields, message):
-  with pytest.raises(config_lib.ConfigError, match=rf"optim\.{message}"):
-    schedules.make_schedule(_config(**dict(warmup_steps=0) | fields), steps)

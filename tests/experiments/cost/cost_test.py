@@ -13,6 +13,7 @@ from experiments.cost import experts
 from experiments.cost import networks
 from experiments.cost import report
 from experiments.cost import run
+from tests.fuzz import laws
 
 SCANNED, UNROLLED = "prenorm", "prenorm scan_layers=False"
 FACTS = {"hardware": "a CPU", "python": "3.11", "jax": "0.10", "commit": "abc"}
@@ -96,7 +97,7 @@ def test_experts_need_a_plan():
 
 
 @pytest.mark.more
-def test_the_command_times_programs(tmp_path, capsys):
+def test_the_command_times_programs(tmp_path):
   out = tmp_path / "rows.csv"
   common = ["--networks=tiny", "--rounds=1", f"--out={out}"]
   arms = "--arms=prenorm;block_attnres heads=2"
@@ -121,12 +122,8 @@ def test_the_command_times_programs(tmp_path, capsys):
     (["step", "--arms=block_attnres"], "--arms: got 'block_attnres'"),
     (["prefill", "--chips=v5e", "--batch=8"], "--batch: got 8"),
   ):
-    try:
-      status = run.main([*bad, f"--out={out}"])
-    except SystemExit as error:
-      status = error.code
-    err = capsys.readouterr().err
-    assert status == 2 and words in err and err.count("\n") == 1
+    status, _, err = laws.outcome(run.main, [*bad, f"--out={out}"])
+    assert status == 2 and words in err
 
 
 def test_vectors_of_table_1():

@@ -3,7 +3,6 @@
 
 import os
 import pathlib
-import sys
 import time
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from experiments.first_hour import __main__ as command
 from experiments.first_hour import measure
 from experiments.first_hour import peers
 from experiments.first_hour import timing
+from tests.fuzz import laws
 
 
 def go(monkeypatch, folder, calls):
@@ -163,11 +163,11 @@ def test_the_whole_short_form(tmp_path, monkeypatch):
     ("--parts=checks,x", "--parts: got 'x'"),
   ],
 )
-def test_bad_arguments(flag, words, capsys, tmp_path):
-  with pytest.raises(SystemExit) as ended:
-    sys.exit(command.main([flag, f"--out={tmp_path / 'new'}"]))
-  assert ended.value.code == 2
-  assert words in capsys.readouterr().err
+def test_bad_arguments(flag, words, tmp_path):
+  status, _, err = laws.outcome(
+    command.main, [flag, f"--out={tmp_path / 'new'}"]
+  )
+  assert status == 2 and words in err
   assert not (tmp_path / "new").exists()
 
 
