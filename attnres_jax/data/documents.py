@@ -31,8 +31,3 @@ def split_of(key: str, validation_fraction: float) -> str:
   head = hashlib.sha256(key.encode()).digest()[:8]
   position = int.from_bytes(head, "big") / 2**64
   return VALIDATION if position < validation_fraction else TRAIN
-
-
-def content_key(text: bytes) -> str:
-  """The key of a record without a name: equal texts share a split."""
-  return hashlib.sha256(text).hexdigest()

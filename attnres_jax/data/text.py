@@ -49,8 +49,8 @@ class FileDocuments:
         text = _to_utf8(file, where, value, self.config.text_field)
         if self.config.source == "text":
           yield documents.Document(file.name, self._cut(text))
-        else:
-          yield documents.Document(documents.content_key(text), text)
+        else:  # Equal texts share a split.
+          yield documents.Document(hashlib.sha256(text).hexdigest(), text)
 
   def describe(self) -> dict[str, Any]:
     """The number of files and bytes, and a hash of the names and sizes."""

@@ -69,7 +69,11 @@ def moved(
   used: set[Any] = set()
   made: set[Any] = set()
   for equation in jaxpr.eqns:
-    operands = [names.get(v, v) for v in equation.invars if _is_array(v)]
+    operands = [
+      names.get(v, v)
+      for v in equation.invars
+      if not isinstance(v, core.Literal)
+    ]
     if equation.primitive.name in _RENAMES and len(operands) == 1:
       names[equation.outvars[0]] = operands[0]
       continue
@@ -92,10 +96,6 @@ def moved(
     for which in (read, made & {*results})
   ]
   return outs, (sizes[0], sizes[1])
-
-
-def _is_array(v: Any) -> bool:
-  return not isinstance(v, core.Literal)
 
 
 def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:

@@ -50,13 +50,17 @@ def make_report(config: config_lib.RunConfig) -> Report:
         raise
       # The config lacks a field of this scheme, such as the block size.
   caches = traffic.of_caches(model)
+  parts, totals = parameters.of_parts(model), {}
+  for name, without in TOTALS.items():
+    count = parameters.total(parts, *without)
+    totals[name] = {"total": count.total, "active": count.active}
   return {
     "name": config.name,
     "residual": model.residual.name,
     "sequence_length": length,
     "dtype": model.dtype,
     "parameters": _parameters(model),
-    "totals": _totals(model),
+    "totals": totals,
     "schemes": schemes,
     "cache": {kind: dataclasses.asdict(c) for kind, c in caches.items()},
   }
@@ -79,15 +83,6 @@ def _parameters(model: config_lib.ModelConfig) -> dict[str, Any]:
         for module, module_count in parameters.of_modules(model, name).items()
       }
   return rows
-
-
-def _totals(model: config_lib.ModelConfig) -> dict[str, Any]:
-  parts = parameters.of_parts(model)
-  totals = {}
-  for name, without in TOTALS.items():
-    count = parameters.total(parts, *without)
-    totals[name] = {"total": count.total, "active": count.active}
-  return totals
 
 
 def _scheme(model: config_lib.ModelConfig, length: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -184,11 +184,16 @@ class Engine:
     slot = next(slot for slot in range(self.slots) if slot not in self._live)
     number = next(self._numbers)
     self._live[slot] = _Live(number, request, slot)
+    dtypes = dict(top_k=np.int32, seed=np.uint32)
+    settings = {
+      name: dtypes.get(name, np.float32)(value)
+      for name, value in dataclasses.asdict(request.settings).items()
+    } | {"stream": np.uint32(request.stream)}
     (self._state,) = programs.start(
       self._model,
       self._state,
       np.int32(slot),
-      _as_arrays(request),
+      settings,
       mesh=self._mesh,
     )
     return number
@@ -317,10 +322,3 @@ def _bucket(size: int, least: int, most: int, factor: int) -> int:
   while bucket < size:
     bucket *= factor
   return min(bucket, most)
-
-
-def _as_arrays(request: Request) -> dict[str, Any]:
-  dtypes = dict(top_k=np.int32, seed=np.uint32)
-  settings = dataclasses.asdict(request.settings).items()
-  arrays = {name: dtypes.get(name, np.float32)(v) for name, v in settings}
-  return arrays | dict(stream=np.uint32(request.stream))

@@ -39,11 +39,6 @@ _GENERIC = {
 }  # fmt: skip
 
 
-def _written(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
-  """The network with only the fields that are written."""
-  return table.build(_values(table.network(config)))
-
-
 def _values(config: config_lib.ModelConfig) -> dict[str, Any]:
   """All of `FIELDS`; at their defaults, options that the scheme lacks."""
   both = (config_lib.ModelConfig(), config)
@@ -55,7 +50,8 @@ def _read_network(keys: table.Keys, so_far: Any) -> dict[str, Any]:
   del so_far
   config = table.build(config_lib.flatten(keys.take("network", dict)))
   # Exports of earlier versions state all fields.
-  table.check_same(_written(config), config)
+  written = table.build(_values(table.network(config)))
+  table.check_same(written, config)
   for name, field in _GENERIC.items():
     keys.expect(name, table.get(config, field))
   return config_lib.flatten(dataclasses.asdict(config))

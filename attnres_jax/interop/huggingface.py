@@ -105,19 +105,16 @@ def read(folder: str | os.PathLike) -> Source:
   all_dtypes = [d for d in all_dtypes if d in tensor_files.DTYPES]
   dtype = max(sorted(set(all_dtypes)), key=all_dtypes.count)
   plain = [rule for rule in rules if not rule.packed]
-  dtypes = {rule.leaf: _dtype_of(rule, tensors) for rule in plain}
-  dtypes = {leaf: d for leaf, d in dtypes.items() if d != dtype}
+  each = {rule.leaf: {tensors[n].dtype for n in rule.names} for rule in plain}
+  # If tensors of a leaf differ, a dtype that rounds none.
+  dtypes = {
+    leaf: min(stored) if len(stored) == 1 else "F32"
+    for leaf, stored in each.items()
+    if stored != {dtype}
+  }
   return Source(
     folder, family_name, config, values, dtype, dtypes, rules, tensors, head
   )
-
-
-def _dtype_of(
-  rule: rules_lib.Rule, tensors: Mapping[str, tensor_files.Tensor]
-) -> str:
-  """The dtype of a leaf's tensors, or if they differ, one that rounds none."""
-  dtypes = {tensors[name].dtype for name in rule.names}
-  return dtypes.pop() if len(dtypes) == 1 else "F32"
 
 
 def _check_count(

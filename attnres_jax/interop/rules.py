@@ -108,8 +108,8 @@ class Rule:
   ) -> np.ndarray:
     row_shape, column_shape = self._groups(self.shape[self.stack :])
     row_index, column_index = self._groups(index)
-    rows, rows_left = _leading(row_shape, row_index)
-    columns, columns_left = _leading(column_shape, column_index)
+    rows, rows_read, rows_left = _leading(row_shape, row_index)
+    columns, columns_read, columns_left = _leading(column_shape, column_index)
     if self.packed:
       matrix = mxfp4.read(tensors, name, rows, columns)
     else:
@@ -123,9 +123,8 @@ class Rule:
         if np.any(tensor.read(slice(used, tensor.shape[0])) != 0):
           words = f"is not zero after its first {used} entries"
           tensor_files.fail(tensor.file, f"tensor {name!r} {words}")
-    block = matrix.reshape(
-      *_partly(row_shape, row_index), *_partly(column_shape, column_index)
-    )[(*rows_left, *columns_left)]
+    block = matrix.reshape(*rows_read, *columns_read)
+    block = block[(*rows_left, *columns_left)]
     return self._turned(block, self.columns)
 
   def _turned(self, array: np.ndarray, places: int) -> np.ndarray:
@@ -161,17 +160,13 @@ class Rule:
 
 def _leading(
   shape: Sequence[int], index: Sequence[slice]
-) -> tuple[slice, tuple[slice, ...]]:
-  """A range of the flattened axes, and which part of it to take."""
+) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
+  """A range of the flattened axes, its shape, and which part of it to take."""
   if not shape:
-    return slice(0, 1), ()
-  rest = math.prod(shape[1:])
-  first = index[0]
-  return slice(first.start * rest, first.stop * rest), (slice(None), *index[1:])
-
-
-def _partly(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, ...]:
-  """The shape of such a range."""
-  if not shape:
-    return ()
-  return (index[0].stop - index[0].start, *shape[1:])
+    return slice(0, 1), (), ()
+  rest, first = math.prod(shape[1:]), index[0]
+  return (
+    slice(first.start * rest, first.stop * rest),
+    (first.stop - first.start, *shape[1:]),
+    (slice(None), *index[1:]),
+  )

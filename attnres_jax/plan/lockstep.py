@@ -24,23 +24,6 @@ from attnres_jax.plan import least
 
 
 @dataclasses.dataclass(frozen=True)
-class Units:
-  """Seconds or FLOPs of units of work on one device, float64 of each chunk."""
-
-  forward_C: np.ndarray
-  backward_C: np.ndarray
-
-  def of_ticks(self, schedule: schedule_lib.Schedule) -> np.ndarray:
-    """float64 [ticks, P]: what each rank does in each tick."""
-    # An empty slot has chunk -1.
-    forward = np.append(self.forward_C, 0.0)
-    backward = np.append(self.backward_C, 0.0)
-    return (
-      forward[schedule.forward[:, :, 0]] + backward[schedule.backward[:, :, 0]]
-    )
-
-
-@dataclasses.dataclass(frozen=True)
 class Lockstep:
   """The time of a step, at the peaks of a chip.
 
@@ -79,8 +62,8 @@ def of_program(
   all_bytes = all_flops = 0.0
   times = []
   for slot, analytic_C in (
-    (scopes.FORWARD, needs.forward_C),
-    (scopes.BACKWARD, needs.backward_C),
+    (scopes.FORWARD, needs[0]),
+    (scopes.BACKWARD, needs[1]),
   ):
     seconds_C = np.zeros(len(analytic_C))
     for chunk, analytic in enumerate(analytic_C):
@@ -89,13 +72,17 @@ def of_program(
       nbytes, work = program.hbm_bytes(body), program.flops(body)
       all_bytes += count * nbytes
       all_flops += count * work
-      if _has_kernels(program, body):
+      if any(
+        instruction.is_kernel
+        for name in program.runs_from(body)
+        for instruction in program.computations[name].values()
+      ):
         work = max(work, analytic)
       seconds_C[chunk] = max(
         work / chip.peak_flops_per_second, nbytes / chip.hbm_bytes_per_second
       )
     times.append(seconds_C)
-  seconds_TP = Units(*times).of_ticks(schedule)
+  seconds_TP = of_ticks(schedule, *times)
   ticks = float(seconds_TP.max(axis=1).sum())
   # What no unit does: the rest of a tick, and all that is outside the loop.
   rest = max(
@@ -111,10 +98,23 @@ def of_program(
   )
 
 
+def of_ticks(
+  schedule: schedule_lib.Schedule,
+  forward_C: np.ndarray,
+  backward_C: np.ndarray,
+) -> np.ndarray:
+  """float64 [ticks, P]: each rank's part, given the parts of chunks."""
+  # An empty slot has chunk -1.
+  forward, backward = np.append(forward_C, 0.0), np.append(backward_C, 0.0)
+  return (
+    forward[schedule.forward[:, :, 0]] + backward[schedule.backward[:, :, 0]]
+  )
+
+
 def unit_flops(
   config: config_lib.RunConfig, layout: layout_lib.Layout, tokens: float
-) -> Units:
-  """Analytic FLOPs of each unit on one device; the head is in none of them.
+) -> tuple[np.ndarray, np.ndarray]:
+  """Analytic FLOPs [C] on one device, forward and backward, without the head.
 
   Backward computes a chunk again, and once more what `model.remat` leaves out,
   then twice for the gradients. `tokens` are those of a microbatch on one
@@ -135,7 +135,7 @@ def unit_flops(
     for start, stop in zip(starts, layout.ends)
   ])  # fmt: skip
   again = model.remat not in least.KEEP_PRODUCTS
-  return Units(tokens * forward_C, tokens * (3 + again) * forward_C)
+  return tokens * forward_C, tokens * (3 + again) * forward_C
 
 
 def _units(program: hlo.Program, num_chunks: int) -> dict[tuple[str, int], str]:
@@ -155,11 +155,3 @@ def _units(program: hlo.Program, num_chunks: int) -> dict[tuple[str, int], str]:
           f" {slot} slot"
         )
   return bodies
-
-
-def _has_kernels(program: hlo.Program, body: str) -> bool:
-  return any(
-    instruction.is_kernel
-    for name in program.runs_from(body)
-    for instruction in program.computations[name].values()
-  )

@@ -20,7 +20,6 @@ along the schedule, on the links there are.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-import math
 import time
 from typing import Any
 
@@ -99,16 +98,15 @@ def make_report(
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    largest = _largest_traced(staged.jaxpr)
-    return report | dict(fits=False, reason=str(error), largest=largest)
+    return report | dict(fits=False, reason=str(error))
   report["compile_seconds"] = time.perf_counter() - start
-  report |= _memory(compiled, chip)
+  report |= _of_peak(compiler.peak_bytes(compiled), chip)
+  temporary = compiled.memory_analysis().temp_size_in_bytes
+  report["temporary_bytes"] = temporary
   try:
     text = compiled.as_text()
   except jax.errors.JaxRuntimeError as error:
-    report["unread"] = str(error).strip().splitlines()[0]
-    report["largest"] = _largest_traced(staged.jaxpr)
-    return report
+    return report | dict(unread=str(error).strip().splitlines()[0])
   return report | cost.of_program(report, text, program).fields()
 
 
@@ -131,16 +129,13 @@ def make_schedule_report(
   chip = topology.chip(devices[0])
   program = train_state.make_program(config, mesh)
   report = _of_shapes(config, "train", program, chip)
-  compiled = schedule.compile_step(config, slice_name, num_slices)
-  if compiled.reason:
-    largest = _largest_traced(_trace_train(program).jaxpr)
-    return report | dict(fits=False, reason=compiled.reason, largest=largest)
-  report |= dict(
-    fits=compiled.peak_bytes <= chip.hbm_bytes,
-    peak_bytes=compiled.peak_bytes,
-    headroom_bytes=chip.hbm_bytes - compiled.peak_bytes,
-    compile_seconds=compiled.seconds,
+  compiled = schedule.up_to_schedule(
+    schedule.lower_step, config, slice_name, num_slices
   )
+  if compiled.reason:
+    return report | dict(fits=False, reason=compiled.reason)
+  report |= _of_peak(compiled.peak_bytes, chip)
+  report["compile_seconds"] = compiled.seconds
   return report | cost.of_program(report, compiled.text, program).fields()
 
 
@@ -177,25 +172,6 @@ def _is_gpu(mesh: jax.sharding.Mesh) -> bool:
   return mesh.devices.flat[0].platform == "gpu"
 
 
-def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
-  """Largest arrays of a traced program, one of each shape and primitive."""
-  sizes = {}
-  for equation in equations(jaxpr):
-    for variable in equation.outvars:
-      shape = getattr(variable.aval, "shape", None)
-      if shape is not None and not jax.dtypes.issubdtype(
-        variable.aval.dtype, jax.dtypes.extended
-      ):
-        key = variable.aval.str_short(), equation.primitive.name
-        sizes[key] = math.prod(shape) * variable.aval.dtype.itemsize
-  largest = sorted(sizes, key=lambda key: (-sizes[key], key))[
-    : cost.NUM_LARGEST
-  ]
-  return [
-    dict(array=key[0], bytes=sizes[key], source=key[1]) for key in largest
-  ]
-
-
 def equations(jaxpr: Any) -> Iterator[Any]:
   """All equations, with nested programs replaced by their equations."""
   for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -222,11 +198,9 @@ def _analytic_flops(config: config_lib.RunConfig, step: str) -> float:
   return (per_token.forward + per_token.attention) * rows
 
 
-def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:
-  peak = compiler.peak_bytes(compiled)
+def _of_peak(peak: int, chip: chips.Chip) -> dict[str, Any]:
   return dict(
     fits=peak <= chip.hbm_bytes,
-    temporary_bytes=compiled.memory_analysis().temp_size_in_bytes,
     peak_bytes=peak,
     headroom_bytes=chip.hbm_bytes - peak,
   )

@@ -46,16 +46,6 @@ class Schedule:
   seconds: float
 
 
-def compile_step(
-  config: config_lib.RunConfig, slice_name: str, num_slices: int = 1
-) -> Schedule:
-  """The schedule of a config's training step on slices; see `up_to_schedule`.
-
-  The config has no open choices (`plans.resolve`).
-  """
-  return up_to_schedule(_lower_step, config, slice_name, num_slices)
-
-
 def up_to_schedule(lower: Callable[..., Any], *args: Any) -> Schedule:
   """The schedule of a program.
 
@@ -92,7 +82,11 @@ def up_to_schedule(lower: Callable[..., Any], *args: Any) -> Schedule:
     return Schedule(_sugared(text), peak_bytes, "", _since(start))
 
 
-def _lower_step(config: config_lib.RunConfig, *slices: Any) -> Any:
+def lower_step(config: config_lib.RunConfig, *slices: Any) -> Any:
+  """The lowered training step of a config without open choices.
+
+  `slices` are arguments of `topology.devices`.
+  """
   from attnres_jax.common import sharding
   from attnres_jax.common import topology
   from attnres_jax.train import train_state

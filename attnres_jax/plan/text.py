@@ -28,15 +28,13 @@ def to_text(report: Mapping[str, Any]) -> str:
     "",
     text_table.table(("memory per device", "GiB"), _memory_rows(report)),
   ]
-  refused, unread = "reason" in report, "unread" in report
-  if refused or unread:
-    if refused:
-      lines += ["", "does not fit:", _oom(report["reason"])]
-    else:
-      lines += ["", f"jaxlib cannot read the program: {report['unread']}"]
-      lines += [] if report["fits"] else ["", "does not fit"]
-    lines += ["", "before anything is split over devices or fused:"]
-    return "\n".join([*lines, _largest(report)])
+  if "reason" in report:
+    return "\n".join([*lines, "", "does not fit:", _oom(report["reason"])])
+  if "unread" in report:
+    lines += ["", f"jaxlib cannot read the program: {report['unread']}"]
+    return "\n".join(lines + ([] if report["fits"] else ["", "does not fit"]))
+  ratio = report["flops_ratio"]
+  warning = [f"warning: it computes {ratio:.2f} times the FLOPs that it needs"]
   lines += [
     "",
     text_table.table(
@@ -47,7 +45,7 @@ def to_text(report: Mapping[str, Any]) -> str:
     f" {report['bound']}, and at least {report['least_seconds']:.3f} s",
     *_timeline(report),
     *_lockstep(report),
-    *_warning(report),
+    *(warning if ratio > bill.WARN else []),
     "",
     bill.to_text(report["parts"]),
     "* with kernels, whose FLOPs the compiler does not count",
@@ -64,7 +62,13 @@ def to_text(report: Mapping[str, Any]) -> str:
       ],
     ),
     "",
-    _largest(report),
+    text_table.table(
+      ("largest arrays", "MiB", "computed by"),
+      [
+        (row["array"], f"{row['bytes'] / 2**20:,.1f}", row["source"])
+        for row in report["largest"]
+      ],
+    ),
     "",
     text_table.table(
       ("moves most", "GB of HBM", "runs", "makes", "computed by"),
@@ -115,13 +119,6 @@ def _total_rows(report):
     for label, name, time in rows
     if report[name] or time
   ]
-
-
-def _warning(report: Mapping[str, Any]) -> list[str]:
-  ratio = report["flops_ratio"]
-  if ratio <= bill.WARN:
-    return []
-  return [f"warning: it computes {ratio:.2f} times the FLOPs that it needs"]
 
 
 def _timeline(report: Mapping[str, Any]) -> list[str]:
@@ -176,16 +173,6 @@ def _memory_rows(report):
     for label, name in names.items()
     if name in report
   ]
-
-
-def _largest(report: Mapping[str, Any]) -> str:
-  return text_table.table(
-    ("largest arrays", "MiB", "computed by"),
-    [
-      (row["array"], f"{row['bytes'] / 2**20:,.1f}", row["source"])
-      for row in report["largest"]
-    ],
-  )
 
 
 def _oom(reason: str) -> str:

@@ -26,6 +26,7 @@ The schedule is walked once for each of these assumptions, added one by one, so
 that the difference from the sums has causes (`CAUSES`).
 """
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import re
@@ -63,18 +64,14 @@ class Timeline:
     parts: of work, by part.
     waited_seconds: for transfers that nothing hides, by the axes of their
       group.
-    sent_seconds: of all transfers, by the axes of their group.
     flops: with all tiles and passes.
-    moved_bytes: with all tiles.
   """
 
   seconds: float
   up_to: dict[str, float]
   parts: dict[str, float]
   waited_seconds: dict[str, float]
-  sent_seconds: dict[str, float]
   flops: float
-  moved_bytes: float
 
 
 def of_program(
@@ -132,14 +129,17 @@ class _Walk:
     self.kernels = _Kernels(self.program, self._part, needs)
     self.cause = LINKS
     self.lengths: dict[str, float] = {}
-    self.result = Timeline(0.0, {}, {}, {}, {}, 0.0, 0.0)
+    self.parts = collections.defaultdict[str, float](float)
+    self.waited = collections.defaultdict[str, float](float)
+    self.flops = 0.0
 
   def timeline(self) -> Timeline:
+    up_to = {}
     for self.cause in CAUSES:
       self.lengths = {}
-      self.result.up_to[self.cause] = self._length(self.program.entry)
-    self.result.seconds = self.result.up_to[LINKS]
-    return self.result
+      up_to[self.cause] = self._length(self.program.entry)
+    parts, waited = dict(self.parts), dict(self.waited)
+    return Timeline(up_to[LINKS], up_to, parts, waited, self.flops)
 
   def _includes(self, cause: str) -> bool:
     """Whether the current walk has this cause."""
@@ -174,7 +174,6 @@ class _Walk:
         axes, seconds = self._sent(transfer)
         begin = max(clock, free.get(axes, 0.0))
         free[axes] = arrives[id(transfer)] = begin + seconds
-        _add(self.result.sent_seconds, axes, count * seconds)
       moved, flops = nbytes.get(item.name, 0.0), self._flops(item)
       memory = moved / self.chip.hbm_bytes_per_second
       if item.op.endswith("-start"):
@@ -187,12 +186,11 @@ class _Walk:
         copies.use(work - memory)
       clock += work + self._called(item)
       if self.cause == LINKS:
-        self.result.flops += count * flops
-        self.result.moved_bytes += count * moved
-        _add(self.result.parts, self._part(item), count * work)
+        self.flops += count * flops
+        self.parts[self._part(item)] += count * work
       for transfer in ends.get(at, ()):
         wait = max(0.0, arrives[id(transfer)] - clock)
-        _add(self.result.waited_seconds, self._sent(transfer)[0], count * wait)
+        self.waited[self._sent(transfer)[0]] += count * wait
         clock += wait
     return clock
 
@@ -219,11 +217,12 @@ class _Walk:
   def _flops(self, item: hlo.Instruction) -> float:
     if item.is_kernel:
       return self.kernels.flops(item, self._includes(PASSES))
-    return sum(
-      self.program.product_flops(inner)
-      * (_passes(inner) if self._includes(PASSES) else 1)
-      for inner in (item, *self.program.inside(item))
-    )
+    flops = 0.0
+    for inner in (item, *self.program.inside(item)):
+      highest = "operand_precision={highest" in inner.attributes
+      passes = _PASSES if highest and self._includes(PASSES) else 1
+      flops += passes * self.program.product_flops(inner)
+    return flops
 
 
 class _Copies:
@@ -271,17 +270,17 @@ class _Kernels:
     needs: Mapping[str, least_lib.Least],
   ):
     self.part_of = part_of
-    products: dict[str, float] = {}
-    estimates: dict[str, float] = {}
-    silent: dict[str, float] = {}
+    products, estimates, silent = (
+      collections.defaultdict[str, float](float) for _ in range(3)
+    )
     for name, (count, _) in program.runs.items():
       for item in program.computations[name].values():
         if not item.is_kernel:
-          _add(products, part_of(item), count * program.product_flops(item))
+          products[part_of(item)] += count * program.product_flops(item)
         elif estimate := _ESTIMATE.search(item.attributes):
-          _add(estimates, part_of(item), count * float(estimate[1]))
+          estimates[part_of(item)] += count * float(estimate[1])
         else:
-          _add(silent, part_of(item), count)
+          silent[part_of(item)] += count
     self.shares: dict[str, float] = {}
     self.scales: dict[str, float] = {}
     for part in {**estimates, **silent}:
@@ -297,11 +296,3 @@ class _Kernels:
     estimate = _ESTIMATE.search(kernel.attributes)
     flops = float(estimate[1]) if estimate else self.shares.get(part, 0.0)
     return flops * (1.0 if every_pass else self.scales.get(part, 0.0))
-
-
-def _passes(item: hlo.Instruction) -> int:
-  return _PASSES if "operand_precision={highest" in item.attributes else 1
-
-
-def _add(sums: dict[str, float], name: str, value: float) -> None:
-  sums[name] = sums.get(name, 0.0) + value

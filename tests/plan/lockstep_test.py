@@ -29,7 +29,7 @@ def test_equal_units_have_the_bubble_of_the_schedule(
 ):
   schedule = _schedule(ranks, virtual, microbatches)
   chunks = np.ones(ranks * virtual)
-  seconds_TP = lockstep.Units(chunks, 2 * chunks).of_ticks(schedule)
+  seconds_TP = lockstep.of_ticks(schedule, chunks, 2 * chunks)
   ticks = seconds_TP.max(axis=1).sum()
   assert ticks / seconds_TP.sum(axis=0).mean() - 1 == pytest.approx(
     schedule.bubble(1.0, 2.0)
@@ -43,8 +43,8 @@ def test_every_tick_waits_for_its_slowest_rank():
   #   1      F(m1)           F(m0) B(m0)
   #   2      B(m0)           F(m1) B(m1)
   #   3      B(m1)           idle
-  units = lockstep.Units(np.array([1.0, 5.0]), np.array([20.0, 3.0]))
-  seconds_TP = units.of_ticks(_schedule())
+  units = np.array([1.0, 5.0]), np.array([20.0, 3.0])
+  seconds_TP = lockstep.of_ticks(_schedule(), *units)
   expected = [[1, 0], [1, 8], [20, 8], [20, 0]]
   assert seconds_TP.tolist() == expected
   assert seconds_TP.max(axis=1).sum() == 1 + 8 + 20 + 20
@@ -122,10 +122,10 @@ def test_a_program_without_a_unit_is_refused():
 def test_flops_of_units_are_those_of_the_network(remat, again):
   config = small.config(**{"model.num_layers": 4, "model.remat": remat})
   layout = layout_lib.Layout(2, 2, (1, 2, 2, 3), block_size=2)
-  units = lockstep.unit_flops(config, layout, tokens=10.0)
+  forward_C, backward_C = lockstep.unit_flops(config, layout, tokens=10.0)
   per_token = flops.flops_per_token(
     dataclasses.replace(config.model, remat="none"), 256
   )
   trunk = 10 * (per_token.forward - per_token.head)
-  assert units.forward_C.sum() == pytest.approx(trunk)
-  assert units.backward_C == pytest.approx((3 + again) * units.forward_C)
+  assert forward_C.sum() == pytest.approx(trunk)
+  assert backward_C == pytest.approx((3 + again) * forward_C)

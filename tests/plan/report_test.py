@@ -168,7 +168,7 @@ def test_a_program_that_jaxlib_cannot_read(devices, monkeypatch):
   assert plan["fits"] and plan["peak_bytes"] > 0
   assert "collectives" not in plan
   text = text_lib.to_text(plan)
-  assert "cannot read the program: INTERNAL: RET_CHECK failure\n" in text
+  assert "cannot read the program: INTERNAL: RET_CHECK failure" in text
   assert "headroom" in text and "and more" not in text
 
 
@@ -181,7 +181,3 @@ def test_a_step_that_does_not_fit(devices):
   assert not plan["fits"]
   text = text_lib.to_text(plan)
   assert "exceeds available HBM" in text or "Ran out of memory" in text
-  # What is computed of a matrix of both MLPs, such as its gradient.
-  largest = plan["largest"][0]
-  assert "65536" in largest["array"] and largest["array"] in text
-  assert largest["bytes"] == 2 * 8192 * 65536 * 4

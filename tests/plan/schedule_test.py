@@ -60,4 +60,4 @@ def test_other_errors_are_raised():
   optim = dataclasses.replace(_config().optim, name="none")
   config = dataclasses.replace(_config(), optim=optim)
   with pytest.raises(config_lib.RunError, match="exit status 1"):
-    schedule.compile_step(config, SLICE)
+    schedule.up_to_schedule(schedule.lower_step, config, SLICE)
