@@ -4,6 +4,10 @@
 import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from attnres_jax import config as config_lib
 from attnres_jax import models
 
@@ -45,6 +49,14 @@ def model(
   name: str = "block_attnres", seed: int = 0, **fields
 ) -> models.Transformer:
   return models.build_model(config(name, **fields), seed=seed)
+
+
+def moved(tree, spread: float):
+  """With noise on each parameter, which may start where it has no effect."""
+  rng = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda a: jnp.float32(a + spread * rng.standard_normal(a.shape)), tree
+  )
 
 
 @functools.cache

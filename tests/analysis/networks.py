@@ -32,10 +32,7 @@ def network(
     gain = model.residual.queries.gain
     gain[...] = np.float32(1 + 0.2 * rng.standard_normal(gain.shape))
   else:
-    model.residual = jax.tree.map(
-      lambda a: a + np.float32(0.2) * rng.standard_normal(a.shape, "float32"),
-      model.residual,
-    )
+    model.residual = tiny_network.moved(model.residual, 0.2)
   return model
 
 

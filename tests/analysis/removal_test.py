@@ -11,18 +11,10 @@ import pytest
 from attnres_jax import analysis
 from tests import tiers
 from tests.analysis import networks
+from tests.models import reference
 
 BLOCK = 2
-
-
-def _sources(name, values):
-  """The sources of a read, by column, after the given values."""
-  if name != "block_attnres":
-    return list(values)
-  sources = [values[0]]
-  for start in range(1, len(values), BLOCK):
-    sources.append(sum(values[start : start + BLOCK]))
-  return sources
+SIZES = {"block_attnres": BLOCK}
 
 
 def _mixture(name, model, l, sources, keep_M):
@@ -46,7 +38,7 @@ def _loss(name, model, tokens, row, column):
   kinds, seen = model.config.sublayer_kinds, {}
   values = [model.embedding.encode(tokens[:, :-1])]
   for l in range(len(kinds) + 1):
-    sources = _sources(name, values)
+    sources = reference.sources(values, SIZES.get(name, 1))
     removed = (row == l) & (column == jnp.arange(len(sources)))
     keep_M = jnp.where(removed, 0.0, 1.0)
     h_BTD = _mixture(name, model, l, sources, keep_M)
@@ -72,7 +64,7 @@ def test_against_networks_without_the_source(name):
   np.testing.assert_allclose(removal.loss, loss, rtol=1e-5)
   L = model.residual.num_sublayers
   for l in range(L + 1):
-    columns = len(_sources(name, list(np.zeros((l + 1, 1)))))
+    columns = len(reference.sources(np.zeros((l + 1, 1)), SIZES.get(name, 1)))
     assert np.all(np.isnan(removal.importance[l, columns:]))
     for i in range(columns):
       expected = _loss(name, model, tokens, l, i) - loss

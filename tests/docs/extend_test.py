@@ -10,6 +10,7 @@ from attnres_jax.models.residuals import definition
 from tests import tiers
 from tests import tiny_network
 from tests import tiny_run
+from tests.models import reference
 
 
 def run(page, heading, **names):
@@ -39,9 +40,10 @@ def test_one_function_changes_the_weighting(monkeypatch, name):
   weights = scheme.depth_weights(values)
   for l, weights_MBT in enumerate(weights):
     np.testing.assert_allclose(jnp.sum(weights_MBT, axis=0), 1, rtol=1e-5)
+    sources = reference.sources(values[: l + 1], scheme.block_size)
     mixture_BTD = sum(
       weight_BT[..., None] * source_BTD
-      for weight_BT, source_BTD in zip(weights_MBT, _sources(scheme, values, l))
+      for weight_BT, source_BTD in zip(weights_MBT, sources, strict=True)
     )
     np.testing.assert_allclose(
       network.trace(tokens_BT).reads[l], mixture_BTD, atol=1e-5
@@ -49,12 +51,3 @@ def test_one_function_changes_the_weighting(monkeypatch, name):
   assert np.any(np.abs(network.hidden(tokens_BT) - softmax_BTD) > 1e-4)
   scheme.queries.query[...] *= 0
   np.testing.assert_allclose(network.hidden(tokens_BT), before_BTD, atol=1e-5)
-
-
-def _sources(scheme, values, l):
-  """What read l + 1 attends to, from sublayer outputs."""
-  size = scheme.block_size
-  sources = [values[0]]
-  for start in range(0, l, size):
-    sources.append(sum(values[start + 1 : min(start + size, l) + 1]))
-  return sources

@@ -2,7 +2,6 @@
 """The engine against the forward pass, and requests against each other."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,13 +20,7 @@ GREEDY = draw.Settings(temperature=0.0)
 def _model(**fields):
   """Parameters away from their start; all kinds of states and experts."""
   fields = tiny_network.KINDS | dict(mixers=("kda", "attention")) | fields
-  model = tiny_network.model(**fields)
-  rng = np.random.default_rng(0)
-
-  def moved(a):
-    return jnp.asarray(a + 0.3 * rng.standard_normal(a.shape), jnp.float32)
-
-  return jax.tree.map(moved, model)
+  return tiny_network.moved(tiny_network.model(**fields), 0.3)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnres_jax.models.mixers import cache as cache_lib
+
 apply = jax.jit(lambda module, x_BTD, segments=None: module(x_BTD, segments))
 
 
@@ -23,6 +25,25 @@ def assert_close(actual, expected, tolerance=1e-5):
   """Equal, up to a fraction of the largest number."""
   scale = np.abs(expected).max()
   np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance * scale)
+
+
+def chunk(start, length, batch=2):
+  """Tokens of equally long rows."""
+  both = np.full((2, batch), [[start], [length]], np.int32)
+  return cache_lib.Chunk(*map(jnp.asarray, both))
+
+
+def assert_pieces(extend, module, x_BTD, state, pieces):
+  """Tokens in pieces give what all at once give; returns the last state."""
+  outputs, start = [], 0
+  for length in pieces:
+    x, new = x_BTD[:, start : start + length], chunk(start, length, len(x_BTD))
+    y, state = extend(module, x, state, new)
+    outputs.append(y)
+    start += length
+  assert start == x_BTD.shape[1]
+  assert_close(np.concatenate(outputs, axis=1), apply(module, x_BTD))
+  return state
 
 
 def assert_documents_apart(module, x_BTD, segments_T, definition):

@@ -37,13 +37,7 @@ SLOW = pytest.mark.slow
 def _model(name="block_attnres", **fields):
   """Every parameter away from its start, where it may have no effect."""
   fields = dict(mixers=("attention",), rope_theta=100.0) | KINDS | fields
-  model = tiny_network.model(name, **fields)
-  rng = np.random.default_rng(0)
-
-  def moved(a):
-    return jnp.asarray(a + 0.2 * rng.standard_normal(a.shape), jnp.float32)
-
-  return jax.tree.map(moved, model)
+  return tiny_network.moved(tiny_network.model(name, **fields), 0.2)
 
 
 @pytest.fixture(scope="module")

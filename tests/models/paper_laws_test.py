@@ -9,22 +9,13 @@ import numpy as np
 import pytest
 
 from tests import compare
+from tests.models import reference
 from tests.models import trunks
 
 FORMS = ("two_phase", "one_softmax")
 
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def _sources(values, read, block_size):
-  """Sources of read `read` (from 0) by Eq. 2 (block_size 0) or Eq. 6."""
-  if not block_size:
-    return values[: read + 1]
-  sources = [values[0]]
-  for start in range(1, read + 1, block_size):
-    sources.append(sum(values[start : min(start + block_size, read + 1)]))
-  return sources
 
 
 def _reads(module, values):
@@ -58,7 +49,7 @@ class TestReads:
     )
     u = trunks.folded(module)
     for l, h in enumerate(_reads(module, values)):
-      source = np.stack(_sources(values, l, size))
+      source = np.stack(reference.sources(values[: l + 1], size or 1))
       key = trunks.rms_norm(source, trunks.EPS)
       best = np.argmax(np.sum(key * u[l], -1), axis=0)
       chosen = np.take_along_axis(source, best[None, ..., None], axis=0)[0]

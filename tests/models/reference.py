@@ -41,6 +41,12 @@ def logits(model, tokens, segments=None):
   return cap * np.tanh(raw / cap) if cap else raw
 
 
+def sources(values, size):
+  """What a read after these values attends to: Eq. 2 (size 1) or Eq. 6."""
+  starts = range(1, len(values), size)
+  return [values[0], *(sum(values[s : s + size]) for s in starts)]
+
+
 def _read(model, values):
   """What follows the given outputs reads, by Eq. 1-6."""
   config, l = model.config, len(values) - 1
@@ -49,16 +55,14 @@ def _read(model, values):
     return sum(values)
   if name == "rescaled":
     return sum(values) / len(values)
-  sources = values
+  size = 1
   if name == "block_attnres":
     size = -(-config.num_sublayers // config.residual.num_blocks)
-    starts = range(1, len(values), size)
-    sources = [values[0], *(sum(values[s : s + size]) for s in starts)]
-  queries = model.residual.queries
+  values, queries = sources(values, size), model.residual.queries
   u = array(queries.query)[l] * array(queries.gain)[l]
-  weight = np.exp([rms_norm(v, config.norm_eps) @ u for v in sources])
+  weight = np.exp([rms_norm(v, config.norm_eps) @ u for v in values])
   weight /= weight.sum(0)
-  return sum(w[..., None] * v for w, v in zip(weight, sources))
+  return sum(w[..., None] * v for w, v in zip(weight, values))
 
 
 def _mlp(core, x):

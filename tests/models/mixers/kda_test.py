@@ -12,7 +12,6 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import mixers
-from attnres_jax.models.mixers import cache as cache_lib
 from tests import jaxprs
 from tests import tiny_network
 from tests.models import cores
@@ -108,11 +107,6 @@ _extend = jax.jit(
 )
 
 
-def _chunk(length):
-  length_B = jnp.asarray(np.broadcast_to(length, BATCH), jnp.int32)
-  return cache_lib.Chunk(jnp.zeros_like(length_B), length_B)
-
-
 @pytest.mark.parametrize(
   "chunk_size,qkv_norm", [(1, False), (5, True), (16, False)]
 )
@@ -144,16 +138,8 @@ def test_packed_documents_do_not_meet():
 @pytest.mark.parametrize("pieces", [[12], [1] * 12, [2, 1, 7, 2], [9, 3]])
 def test_any_cut_of_a_sequence_is_the_same(pieces):
   module, x_BTD = _module(), _inputs()
-  state, outputs, start = module.init_cache(BATCH), [], 0
-  for length in pieces:
-    x = x_BTD[:, start : start + length]
-    y, state = _extend(module, x, state, _chunk(length))
-    outputs.append(y)
-    start += length
-  assert start == TOKENS
-  cores.assert_close(
-    np.concatenate(outputs, axis=1), cores.apply(module, x_BTD)
-  )
+  state = module.init_cache(BATCH)
+  state = cores.assert_pieces(_extend, module, x_BTD, state, pieces)
   assert state.memory_BNHV.dtype == jnp.float32
   assert state.key_BKNH.shape == (BATCH, 3, HEADS, HEAD)
 
@@ -164,7 +150,9 @@ def test_bfloat16():
   x_BTD = _inputs("bfloat16")
   expected = cores.apply(wide, x_BTD.astype(jnp.float32))
   cores.assert_rounds_activations_only(module, x_BTD, expected, 0.03)
-  y, state = _extend(module, x_BTD[:, :1], module.init_cache(BATCH), _chunk(1))
+  y, state = _extend(
+    module, x_BTD[:, :1], module.init_cache(BATCH), cores.chunk(0, 1)
+  )
   cores.assert_close(y.astype(jnp.float32), expected[:, :1], 0.03)
   assert state.query_BKNH.dtype == jnp.bfloat16
 

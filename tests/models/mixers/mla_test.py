@@ -108,11 +108,6 @@ def _extend(module, x_BTD, cache, chunk):
   return y_BTD, jax.tree.map(lambda a: a[0], stacked.states)
 
 
-def _chunk(start, length):
-  both = np.broadcast_to(start, BATCH), np.broadcast_to(length, BATCH)
-  return cache_lib.Chunk(*(jnp.asarray(n, jnp.int32) for n in both))
-
-
 @pytest.mark.parametrize(
   "options", [*OPTIONS.values(), dict(qkv_norm=True)], ids=[*OPTIONS, "norms"]
 )
@@ -126,7 +121,7 @@ def test_is_its_definition(options):
     cache = module.init_cache(
       BATCH, TOKENS if "qkv_norm" in options else 0, heads
     )
-    actual, _ = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
+    actual, _ = _extend(module, x_BTD, cache, cores.chunk(0, TOKENS))
     cores.assert_close(actual, expected)
 
 
@@ -150,23 +145,16 @@ def test_absorbed_is_expanded(pieces, heads, option):
   cache = module.init_cache(BATCH, TOKENS + 3, heads)
   if not heads:
     assert cache.arrays[0].shape == (BATCH, 1, TOKENS + 3, RANK + SHARED)
-  outputs, start = [], 0
-  for length in pieces:
-    x = x_BTD[:, start : start + length]
-    y, cache = _extend(module, x, cache, _chunk(start, length))
-    outputs.append(y)
-    start += length
-  assert start == TOKENS
-  cores.assert_close(
-    np.concatenate(outputs, axis=1), cores.apply(module, x_BTD)
-  )
+  cores.assert_pieces(_extend, module, x_BTD, cache, pieces)
 
 
 def test_latents_cannot_stand_for_several_inputs():
   module, x_BTD = _module(), _inputs()
   different = base.QKV(x_BTD, x_BTD, 2 * x_BTD)
   with pytest.raises(ValueError, match=r"need init_cache\(heads=True\)"):
-    module.extend(different, module.init_cache(BATCH, 1), _chunk(0, TOKENS))
+    module.extend(
+      different, module.init_cache(BATCH, 1), cores.chunk(0, TOKENS)
+    )
 
 
 def test_bfloat16():
@@ -175,6 +163,6 @@ def test_bfloat16():
   expected = cores.apply(wide, x_BTD.astype(jnp.float32))
   cores.assert_rounds_activations_only(module, x_BTD, expected, 0.02)
   cache = module.init_cache(BATCH, TOKENS)
-  y, cache = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
+  y, cache = _extend(module, x_BTD, cache, cores.chunk(0, TOKENS))
   assert y.dtype == cache.arrays[0].dtype == jnp.bfloat16
   cores.assert_close(y.astype(jnp.float32), expected, 0.02)

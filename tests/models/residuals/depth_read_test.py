@@ -9,6 +9,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
 from tests import tiers
 from tests import tiny_network
+from tests.models import reference
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -22,13 +23,6 @@ def _scheme(name, form="one_softmax", spread=1.0, **options):
     name, 3, form=form, schedule_size=2, scale=spread,
     block_size=2 if name == "block_attnres" else 0, read=Read(**options),
   )  # fmt: skip
-
-
-def _sources(name, values, l):
-  if name == "full_attnres":
-    return values[: l + 1]
-  starts = range(1, l + 1, 2)
-  return [values[0]] + [sum(values[s : min(s + 2, l + 1)]) for s in starts]
 
 
 def _by_loops(module, sources, l, value=False):
@@ -114,16 +108,16 @@ def test_reads_and_weights_are_the_definition(name, options):
   ]
   weights = modules[-1].depth_weights(values)
   labels = modules[-1].source_labels()
-  answer = [
-    _by_loops(modules[0], _sources(name, values, l), l) for l in range(4)
-  ]
+  size = 2 if name == "block_attnres" else 1
+  sources = [reference.sources(values[: l + 1], size) for l in range(4)]
+  answer = [_by_loops(modules[0], sources[l], l) for l in range(4)]
   for module in modules:
     for l, h in enumerate(trunks.reads(module, values)):
       np.testing.assert_allclose(base.query_input(h), answer[l][0], atol=1e-12)
       if 0 < l < 3:
         assert isinstance(h, base.QKV) == module.options.value_query
       if isinstance(h, base.QKV) and l % 2 == 0:
-        other, _ = _by_loops(module, _sources(name, values, l), l, value=True)
+        other, _ = _by_loops(module, sources[l], l, value=True)
         np.testing.assert_allclose(h.value, other, atol=1e-12)
         with_query.append(l)
   assert bool(with_query) == modules[0].options.value_query
