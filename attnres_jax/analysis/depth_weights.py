@@ -28,14 +28,12 @@ class DepthWeights:
       NaN if a source does not exist yet. Each row sums to 1, minus the weight
       of a null source; a read of several heads has their mean; sources outside
       a window, and all of a read that does not attend, have 0.
-    mlp: the same for the MLPs.
+    mlp: [transformer blocks, columns], what the MLPs read.
     output: [sources], what the final norm and the head read.
-    columns: a name per column of `attention` and `mlp`.
-    output_columns: a name per entry of `output`.
-    attention_entropy: [transformer blocks], mean over tokens of the entropy of
-      the weights, in nats; 0 if there is only one source.
-    mlp_entropy: the same for the MLPs.
-    output_entropy: the same for the output.
+    columns, output_columns: names of the sources.
+    attention_entropy, mlp_entropy: [transformer blocks], mean over tokens of
+      the entropy of the weights, in nats; 0 if there is only one source.
+    output_entropy: of the weights of the output.
   """
 
   attention: np.ndarray
@@ -51,11 +49,7 @@ class DepthWeights:
 def depth_weights(
   model: models.Transformer, tokens: Int[Array | np.ndarray, "B T"]
 ) -> DepthWeights:
-  """Computes the depth-attention weights of `model` on `tokens`.
-
-  Args:
-    model: a network whose residual scheme attends over depth.
-    tokens: inputs; the weights are averaged over all positions.
+  """The depth-attention weights of a network, averaged over all tokens.
 
   Raises:
     ValueError: the scheme has no depth attention (`mixing_matrix` describes

@@ -68,14 +68,9 @@ def mixing_matrix(
 def semiseparable_rank(matrix: np.ndarray, tolerance: float = 1e-5) -> int:
   """The largest rank of a block that contains the lower left corner.
 
-  Args:
-    matrix: [L, L], lower triangular including its diagonal.
-    tolerance: singular values below this share of the matrix's largest count
-      as zero.
-
-  Returns:
-    max over l of rank(M[l:, :l+1]): 1 for a single stream, m for m streams, at
-    most about L / 2 for Full AttnRes.
+  It is max over l of rank(M[l:, :l+1]) of a lower triangular M [L, L]: 1 for a
+  single stream, m for m streams, at most about L / 2 for Full AttnRes. Singular
+  values below this share of the matrix's largest count as zero.
   """
   least = tolerance * np.linalg.norm(matrix, 2)
   return max(
@@ -119,14 +114,9 @@ def response(
 ) -> list[Any]:
   """How each read changes with the values, at fixed coefficients.
 
-  Args:
-    scheme: any; while coefficients are fixed, it computes each read by itself.
-    values: v_0, ..., v_L, stacked: [L + 1, B, T, D].
-    tangents: directions of change, of the same shape.
-
-  Returns:
-    L + 1 changes [B, T, D], of h_1, ..., h_L and h_out; `QKV` where a mixer has
-    several inputs.
+  Values v_0, ..., v_L and their tangents are stacked: [L + 1, B, T, D]. Returns
+  L + 1 changes [B, T, D], of h_1, ..., h_L and h_out; `QKV` where a mixer has
+  several inputs.
   """
 
   def reads(values: jax.Array) -> list[Any]:

@@ -126,13 +126,9 @@ def mixing_matrices(
 def magnitude_panel(
   axes: axes_lib.Axes, magnitudes: Mapping[str, Sequence[Magnitudes]], name: str
 ) -> None:
-  """Magnitude per transformer block (Fig. 5b and 5c).
+  """Magnitude (`state_rms` or `grad_norm`) per block (Fig. 5b and 5c).
 
-  Args:
-    axes: to draw on.
-    magnitudes: per scheme, one or more measurements (batches, seeds); their
-      mean is the line, their extremes the shade around it.
-    name: `state_rms` or `grad_norm`.
+  The mean of several measurements is the line, their extremes the shade.
   """
   for scheme, several in magnitudes.items():
     _line(axes, scheme, [getattr(measurement, name) for measurement in several])

@@ -60,11 +60,8 @@ def source_removal(
 ) -> Removal:
   """Removes each source from each read of `model` in turn.
 
-  Runs the network about L M / 2 times, for M sources.
-
-  Args:
-    model: a network with any residual scheme.
-    tokens: the loss is of all columns but the first.
+  Runs the network about L M / 2 times, for M sources. The loss is of all
+  columns of the tokens but the first.
   """
   tokens_BT = jnp.asarray(tokens)
   members = _members(model)

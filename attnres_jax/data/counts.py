@@ -68,13 +68,8 @@ def epochs(
 ) -> float:
   """How often a run passes over its text; of a mixture, over any of its paths.
 
-  Args:
-    config: of the data.
-    counts: tokens of each path; see `count_tokens`.
-    train_tokens: targets of the run, over all steps and rows.
-
-  Returns:
-    A fraction if the run ends before its text does; infinity without any text.
+  `counts` are the tokens of each path. The result is a fraction if the run ends
+  before its text does, and infinite without any text.
   """
   shares = config.weights or (1.0,)
   return max(

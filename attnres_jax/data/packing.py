@@ -82,13 +82,7 @@ class PackedRows:
   def __init__(
     self, tokens: Tokens, sequence_length: int, *, segment_ids: bool = False
   ):
-    """Rows of `tokens`.
-
-    Args:
-      tokens: the concatenated documents.
-      sequence_length: T, targets per row.
-      segment_ids: whether to number the documents of a row; needs a separator.
-    """
+    """Rows of T = `sequence_length` targets; segment ids need a separator."""
     self._tokens = tokens
     self._length = sequence_length
     self._segment_ids = segment_ids

@@ -62,8 +62,7 @@ class File(NamedTuple):
   def reading(self, kind: str) -> Iterator[None]:
     """A context in which any error of a library names this file.
 
-    Args:
-      kind: of content that can be read, such as "a Parquet file".
+    `kind` is what can be read, such as "a Parquet file".
     """
     try:
       yield

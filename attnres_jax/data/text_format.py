@@ -159,10 +159,7 @@ def of_data(
 ) -> TextFormat:
   """The format of the texts that a run was trained on.
 
-  Args:
-    config: `data` of the run's configuration.
-    workdir: of the run, whose files tell what ends a text if the tokenizer has
-      no vocabulary file.
+  Files of its folder tell what ends a text if the tokenizer has no vocabulary.
 
   Raises:
     ConfigError: a file cannot be read, or a value cannot be used; names the
@@ -182,11 +179,6 @@ def of_checkpoint(
   config: config_lib.DataConfig, folder: str | os.PathLike
 ) -> TextFormat:
   """The format of a checkpoint of Hugging Face, from the files of its folder.
-
-  Args:
-    config: names the tokenizer and its vocabulary file.
-    folder: with generation_config.json, and config.json or interop.json; any
-      may be absent.
 
   Raises:
     ConfigError: a file cannot be read, or a value cannot be used.

@@ -22,11 +22,7 @@ def flops(function: Callable[..., Any], *args: Any) -> dict[linear.Part, float]:
   """FLOPs of `function(*args)` by part; None for products outside any part.
 
   One multiply-add is two. Norms, activations and additions do not count. Calls
-  through `linear.counted` count as declared there.
-
-  Args:
-    function: of arrays, with its kernels behind `linear.counted`.
-    *args: arrays or `ShapeDtypeStruct`s.
+  through `linear.counted` count as declared there, as kernels have to.
 
   Raises:
     ValueError: it contains a kernel, or a loop of unknown length.
@@ -51,13 +47,9 @@ def moved(
 ) -> tuple[Any, tuple[int, int]]:
   """Traces a function and counts what it would read and write as one kernel.
 
-  Each argument that it uses is read once. Each result is written once, unless
-  it is an argument or equal to another result.
-
-  Args:
-    function: of arrays.
-    *args: `ShapeDtypeStruct`s; reading a `Constant` is free.
-    least: size below which arrays do not count.
+  Each argument that it uses is read once, a `Constant` for nothing. Each result
+  is written once, unless it is an argument or equal to another result. Arrays
+  smaller than `least` do not count.
 
   Returns:
     The results, with constants marked, and the entries read and written.

@@ -228,8 +228,7 @@ class Engine:
   def step(self) -> list[Token]:
     """Computes a chunk of prompts, and a token of all other requests.
 
-    Returns:
-      The tokens that were drawn, at most one for each request and part.
+    Returns the drawn tokens, at most one for each request and part.
     """
     return [*self._prefill(), *self._generate()]
 

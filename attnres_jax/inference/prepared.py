@@ -38,11 +38,8 @@ def prepared(
 ) -> models.Transformer:
   """The network as an engine keeps it.
 
-  Weights of products are in the dtype to which these cast them anyway.
-
-  Args:
-    model: of training.
-    separate: whether each layer gets separate arrays.
+  Weights of products are in the dtype to which these cast them anyway. With
+  `separate`, each layer gets separate arrays.
   """
 
   def cast(parameter: sharding.Parameter) -> jax.Array:

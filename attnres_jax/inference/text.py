@@ -61,10 +61,7 @@ def complete(
 ) -> Iterator[Piece]:
   """Yields a piece for every drawn token.
 
-  Args:
-    engine: which nothing else uses meanwhile.
-    text_format: of its network.
-    requests: in the order in which they get slots.
+  Requests get slots in their order. Nothing else uses the engine meanwhile.
   """
   waiting = collections.deque(enumerate(requests))
   running: dict[int, tuple[int, text_format_lib.Decoder]] = {}

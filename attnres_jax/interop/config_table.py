@@ -47,10 +47,7 @@ class Keys:
   def take(self, name: str, kind: Any, default: Any = REQUIRED) -> Any:
     """The value of a key, checked; null and absent give the default.
 
-    Args:
-      name: of the key.
-      kind: what `fields.accept` knows, such as `fields.Size`.
-      default: what null means.
+    The kind is one that `fields.accept` knows, such as `fields.Size`.
 
     Raises:
       ConfigError: it is absent without a default, or cannot be accepted.
@@ -181,12 +178,9 @@ def ignored(*names: str) -> Entry:
 def read(
   entries: Sequence[Entry], keys: Keys, fields: Mapping[str, Any]
 ) -> config_lib.ModelConfig:
-  """The network of a config.json, in float32.
+  """The network of a config.json, in float32, from all of its keys.
 
-  Args:
-    entries: of the table.
-    keys: of the file; all are taken.
-    fields: which all networks of the family share, by dotted name.
+  All networks of the family have these `fields`, by dotted name.
 
   Raises:
     ConfigError: a key is unknown, or has a value that cannot be imported.

@@ -195,16 +195,12 @@ def _check_head(source: Source) -> None:
 def load(
   source: Source, mesh: jax.sharding.Mesh | None = None
 ) -> models.Transformer:
-  """The network, sharded over a mesh as in training.
+  """The network, sharded over a mesh as in training, or on the first device.
 
   Weights are float32, or what `parameter_dtype` of the source's config says.
 
   A host holds one shard of one leaf at a time, besides those already on its
   devices, and one tensor's share of it in the dtype of the files.
-
-  Args:
-    source: of `read`.
-    mesh: of `sharding.make_mesh`; the first device without one.
 
   Raises:
     ConfigError: the mesh does not divide a leaf.

@@ -21,9 +21,7 @@ def of_run(
 ) -> dict[str, bytes]:
   """Content by file name; empty for token ids, which have no text.
 
-  Args:
-    config: `data` of the run.
-    text_format: of the run, not of an imported checkpoint.
+  The format is a run's, not an imported checkpoint's.
   """
   if config.tokenizer == "ids":
     return {}

@@ -62,11 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def upcycle(
   model: models.Transformer, residual: config_lib.ResidualConfig
 ) -> models.Transformer:
-  """Moves a network to another scheme, which begins as the same function.
+  """Moves a PreNorm network to a scheme that begins as the same function.
 
-  Args:
-    model: with PreNorm.
-    residual: the scheme; with Full and Block AttnRes, its reads are scaled.
+  Reads of Full and Block AttnRes are scaled.
 
   Raises:
     ConfigError: the network has another scheme, or the new one does not begin

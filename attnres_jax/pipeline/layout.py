@@ -180,9 +180,7 @@ class Layout:
   def total_vectors(self, rule: str, *, embedding: bool = True) -> int:
     """The number of block vectors sent per microbatch, without partial sums.
 
-    Args:
-      rule: one of `RULES`.
-      embedding: whether to count b_0, which the paper's closed forms leave out.
+    The paper's closed forms leave out b_0, the embedding.
     """
     return sum(
       embedding or block > 0

@@ -72,12 +72,8 @@ class Slots(NamedTuple):
 class Pipeline:
   """A pipelined network for `train_state`.
 
-  Attributes:
-    schedule: units at each tick.
-    stage: the units of work.
-    placement: of the parameters.
-    differentiate: (pipeline, parameters, batch) -> loss and gradients of this
-      rank.
+  `differentiate` maps (pipeline, parameters, batch) to the loss and gradients
+  of this rank.
   """
 
   schedule: schedule_lib.Schedule

@@ -75,12 +75,7 @@ class Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-  """The chunks of a network as functions.
-
-  Attributes:
-    config: of the run.
-    layout: which sublayers each chunk has.
-  """
+  """The chunks of a network as functions."""
 
   config: config_lib.RunConfig
   layout: layout_lib.Layout
@@ -179,12 +174,8 @@ class Work(NamedTuple):
 class Stage:
   """Runs the units of work of a rank, each a chunk of a microbatch.
 
-  Attributes:
-    network: the chunks.
-    transport: of the messages.
-    blocks: slots of the cached blocks.
-    inputs: slots of the running states that entered chunks.
-    gradients: slots of the gradients of blocks.
+  Pools have the slots of cached blocks, of running states that entered chunks
+  and of gradients of blocks.
   """
 
   network: Network

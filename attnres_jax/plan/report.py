@@ -65,17 +65,12 @@ def make_report(
   devices: Sequence[Any],
   step: str = "train",
 ) -> dict[str, Any]:
-  """Compiles and analyses a step; the result can be saved as JSON.
+  """Compiles and analyses a step of `STEPS`; the result can be saved as JSON.
 
   `fits` is False if the program needs more memory than a device has. If the
   compiler refuses it for that reason, `reason` is its message, and the numbers
   of the compiled program are missing. If libtpu is too new for jaxlib to read
   its output, only the memory is known, and `unread` says why.
-
-  Args:
-    config: of the run.
-    devices: of `topology.devices`.
-    step: a key of `STEPS`.
 
   Raises:
     ConfigError: the config does not fit the mesh, or has no vocabulary size.

@@ -49,10 +49,8 @@ class Schedule:
 def up_to_schedule(lower: Callable[..., Any], *args: Any) -> Schedule:
   """The schedule of a program.
 
-  Args:
-    lower: a function of a module, which a process of its own calls; returns
-      what is to be compiled, of a function named train_step.
-    *args: of `lower`; have to be pickled.
+  `lower` is a function of a module, which a process of its own calls with these
+  arguments. It returns what is to be compiled, of a function named train_step.
 
   Raises:
     RunError: the compiler ended for another reason than memory; its message is

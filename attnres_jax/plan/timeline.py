@@ -94,10 +94,8 @@ def link_bytes_per_second(
 ) -> float:
   """One-way bandwidth with which a device of a group can receive.
 
-  Args:
-    coordinates: of the devices of the group in the torus.
-    shape: of the torus.
-    chip: whose bandwidth is the sum over four links in a plane, six in a cube.
+  The group's devices have coordinates in a torus of this shape. The chip's
+  bandwidth is the sum over four links in a plane, six in a cube.
   """
   plane = chip.torus_axes == 2
   per_link = chip.link_bytes_per_second / (2 * chip.torus_axes)

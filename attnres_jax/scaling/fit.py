@@ -106,11 +106,8 @@ class Fit:
 class Runs:
   """Finished runs of one scheme, a row each.
 
-  Attributes:
-    compute: of each run, in any unit; becomes an array.
-    loss: final losses; becomes an array.
-    size: label of each run's size; runs of one size differ by seed only.
-    seed: label of each run's seed.
+  Compute, in any unit, and final losses become arrays. Runs of one size differ
+  by seed only.
   """
 
   compute: Any
@@ -349,14 +346,8 @@ def compute_advantage(
 ) -> Estimate:
   """How many times `compute` the baseline needs for the other law's loss.
 
-  Args:
-    baseline: the law of the baseline.
-    other: the law whose loss at `compute` has to be reached.
-    compute: where to compare, in the unit of the fits.
-    level: of the interval, which needs two fits with draws in common.
-
-  Returns:
-    The advantage (1.25 for Block AttnRes at 5.6 PFLOP/s-days in the paper).
+  It is 1.25 for Block AttnRes at 5.6 PFLOP/s-days in the paper. An interval of
+  this level needs two fits with draws in common.
   """
   if compute <= 0:
     config_lib.fail_argument("compute", compute, "a number above 0")

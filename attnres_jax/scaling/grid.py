@@ -131,10 +131,8 @@ def of_axes(
 ) -> Callable[..., None]:
   """A sweep over every combination of values, seed by seed.
 
-  Args:
-    axes: values by name: fields with dots, or arguments of the config file.
-    seeds: of weights and data, so that runs of a seed are pairs; none for the
-      config's own.
+  Axes are fields with dots, or arguments of the config file. Seeds are of
+  weights and data, so that runs of a seed are pairs; none for the config's own.
   """
   pairs = [{"seed": seed, "data.seed": seed} for seed in seeds] or [{}]
 

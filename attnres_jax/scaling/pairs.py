@@ -104,10 +104,8 @@ def pooled(
 ) -> Spread | None:
   """The spread that the variants of a protocol share.
 
-  Args:
-    arms: losses by variant and seed, of one protocol.
-    baseline: with which every variant is paired.
-    control: a variant that should not differ; it is left out.
+  Variants are paired with the baseline by seed. `control` should not differ and
+  is left out.
 
   Returns:
     The spread, without variants that failed and without outlying ones; None if
@@ -147,13 +145,8 @@ def differences(
 ) -> dict[str, Difference]:
   """Differences of every variant that shares a seed with the baseline.
 
-  Args:
-    arms: losses by variant and seed.
-    baseline: with which the others are compared.
-    control: a variant that should not differ; its spread is computed from its
-      pairs alone.
-    spread: the protocol's; by default `pooled` of these losses.
-    level: of the intervals.
+  The spread is the protocol's; by default `pooled` of these losses. `control`
+  should not differ; its spread is computed from its pairs alone.
   """
   spread = spread or pooled(arms, baseline, control)
   return {

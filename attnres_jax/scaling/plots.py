@@ -108,12 +108,7 @@ def figure_4(
 
 
 def draw_paper(counting: str = "attention", *, ax: Any = None) -> Any:
-  """Fig. 4 from Table 2 and the printed laws.
-
-  Args:
-    counting: of Table 2's runs; the printed laws do not depend on it.
-    ax: axes to draw on; new ones by default.
-  """
+  """Fig. 4 from Table 2, counted in this way, and the printed laws."""
   fits = {
     scheme: fit_lib.Fit(law) for scheme, law in paper.PUBLISHED_LAWS.items()
   }
