@@ -103,7 +103,6 @@ class Engine:
     length: int = 2048,
     chunk: int = 256,
     mesh: Mesh | None = None,
-    separate: bool | None = None,
   ):
     """Places the network and an empty state on the devices.
 
@@ -113,20 +112,12 @@ class Engine:
       length: most tokens of a request.
       chunk: most tokens of a prompt that are computed at once.
       mesh: of `sharding.make_mesh`; slots are sharded over its rows.
-      separate: whether each layer has separate weights and caches, rather than
-        a part of one array per kind of layer; the faster one on this platform
-        if None. A CPU copies a layer out of a stack to read it, and the whole
-        stack to change it.
 
     Raises:
       ConfigError: a mixer cannot decode, or a number cannot be used.
     """
-    for name, value, kind in (
-      ("slots", slots, fields.Size),
-      ("length", length, fields.Size),
-      ("chunk", chunk, fields.Size),
-    ):
-      fields.accept(name, value, kind)
+    for name, value in dict(slots=slots, length=length, chunk=chunk).items():
+      fields.accept(name, value, fields.Size)
     # Rows of a chunk: a mesh computes one prompt per shard of rows.
     self._rows = 1 if mesh is None else sharding.num_row_shards(mesh)
     self._tensor = 1 if mesh is None else mesh.shape[sharding.TENSOR]
@@ -137,8 +128,7 @@ class Engine:
     self.slots, self.length = slots, length
     self.chunk = min(chunk, length)
     self._mesh = mesh
-    if separate is None:
-      separate = prepared.platform_of(mesh) in prepared.SEPARATE_ON
+    separate = prepared.platform_of(mesh) in prepared.SEPARATE_ON
     prepare = functools.partial(prepared.prepared, separate=separate)
     # A program for hundreds of slices. It would copy what needs no cast.
     self._model = (jax.jit(prepare) if separate else prepare)(model)

@@ -12,7 +12,8 @@ from attnres_jax import models
 from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
 
-# Where decoding is faster with separate arrays for each layer.
+# Where decoding is faster with separate arrays for each layer: a CPU copies a
+# layer out of a stack to read it, and the whole stack to change it.
 SEPARATE_ON = ("cpu",)
 
 

@@ -283,11 +283,7 @@ class Pipeline:
     return range(self.placement.layout.num_chunks)
 
 
-def make_pipeline(
-  config: config_lib.RunConfig,
-  mesh: Mesh,
-  network: type[stage_lib.Network] = stage_lib.Network,
-) -> Pipeline:
+def make_pipeline(config: config_lib.RunConfig, mesh: Mesh) -> Pipeline:
   """Plans the steps of a run, on a mesh with an axis `stage` above 1.
 
   Raises:
@@ -302,7 +298,7 @@ def make_pipeline(
   )
   if config.model.depth_loop == "scan":
     segments.check(config.model.sublayer_kinds, layout.ends, scheme)
-  chunks = network(config, layout)
+  chunks = stage_lib.Network(config, layout)
   rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
   block, partial = _state_shapes(chunks, model, rows)
   rule = config.pipeline.rule

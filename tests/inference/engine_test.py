@@ -9,6 +9,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
+from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
 from tests import tiny_network
 from tests.inference import texts
@@ -150,8 +151,9 @@ def test_bad_requests(engine, prompt, num_tokens, message):
   assert not engine.busy
 
 
-def test_weights_that_need_no_cast_are_not_copied(model):
-  engine = engine_lib.Engine(model, slots=1, length=8, separate=False)
+def test_weights_that_need_no_cast_are_not_copied(model, monkeypatch):
+  monkeypatch.setattr(prepared, "SEPARATE_ON", ())
+  engine = engine_lib.Engine(model, slots=1, length=8)
   ours, theirs = (
     [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weights)]
     for weights in (engine._model, model)
