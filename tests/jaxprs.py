@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -108,4 +107,4 @@ def _origins(jaxpr: Any, origin_of: dict[Any, Any]) -> list[Any]:
 
 
 def nbytes(shape: Any) -> int:
-  return int(np.prod(shape.shape)) * shape.dtype.itemsize
+  return shape.size * shape.dtype.itemsize
