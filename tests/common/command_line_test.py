@@ -31,6 +31,7 @@ from attnres_jax.sweep import worker
 from attnres_jax.train import described
 from experiments.scaling_law import run as scaling_law
 from tests import tiny_run
+from tests.fuzz import laws
 
 SPEC = f"{tiny_run.ROOT}/configs/lm.py:size=micro"
 PARSERS = {
@@ -44,7 +45,7 @@ PARSERS = {
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_numbers_are_checked_like_fields(name, capsys):
+def test_numbers_are_checked_like_fields(name):
   """No flag takes a number that is not finite, nor less than it can use."""
   parser = PARSERS[name]
   flags = [action for action in parser._actions if action.dest in parser._kinds]
@@ -55,15 +56,10 @@ def test_numbers_are_checked_like_fields(name, capsys):
     )
   for action in flags:
     for bad in ("nan", "inf", "-1", "1e400", "x", ""):
-      with pytest.raises(SystemExit) as stopped:
-        parser.parse_args(
-          ["--folder=x"] * (name == "worker")
-          + [f"{action.option_strings[0]}={bad}"]
-        )
-      assert stopped.value.code == 2
-      line = capsys.readouterr().err
-      assert line.startswith("error: ") and line.count("\n") == 1
-      assert action.option_strings[0] in line, line
+      given = ["--folder=x"] * (name == "worker")
+      given += [f"{action.option_strings[0]}={bad}"]
+      status, _, line = laws.outcome(parser.parse_args, given)
+      assert status == 2 and action.option_strings[0] in line, line
 
 
 @pytest.mark.parametrize("name", [name for name in PARSERS if name != "worker"])
@@ -90,15 +86,14 @@ def test_every_command_takes_the_config(name):
     ("search", ["--only=x"], "--only: has no effect without --sweep"),
     ("main", ["--process_id=1"], "--process_id: .* without --distributed"),
     ("main", ["--config.seed=1"], "--config: missing"),
+    ("main", ["--config"], "argument --config: expected one argument"),
+    ("main", ["--help_config", "--config"], "argument --config: expected one"),
     ("plan", ["--step=decode", "--until=code"], "--until: .* step=decode"),
   ],
 )
-def test_no_flag_without_effect(name, arguments, error, capsys):
-  with pytest.raises(SystemExit) as stop:
-    PARSERS[name].parse_args(arguments)
-  assert stop.value.code == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert re.match(f"error: {error}", line)
+def test_no_flag_without_effect(name, arguments, error):
+  status, _, line = laws.outcome(PARSERS[name].parse_args, arguments)
+  assert status == 2 and re.match(f"error: {error}", line)
 
 
 def test_home(monkeypatch):
@@ -115,31 +110,19 @@ def test_home(monkeypatch):
   assert prompt == "~/x"
 
 
-def test_a_config_without_its_value_gets_one_line(capsys):
-  for flags in (["--config"], ["--help_config", "--config"]):
-    with pytest.raises(SystemExit) as ended:
-      main.main(flags)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "error: argument --config: expected one argument"
-
-
-def test_help_config_names_every_field_and_its_meaning(capsys):
+def test_help_config_names_every_field_and_its_meaning():
   text = describe.to_text()
   fields = config_lib.flatten(config_lib.default_config().to_dict())
   names = re.findall(r"^--config\.([\w.]+)=", text, re.M)
   assert sorted(names) == sorted(fields)
   for entry in text.split("--config.")[1:]:
     assert re.fullmatch(r"[\w.]+=.* {2}\(.+\)\n( {4}\S.*\n?)+", entry), entry
-  with pytest.raises(SystemExit) as stop:
-    main.main(["--help_config", "model.residual"])
-  assert stop.value.code == 0
-  shown = capsys.readouterr().out
+  flags = ["--help_config", "model.residual"]
+  status, shown, _ = laws.outcome(main.main, flags)
+  assert not status
   assert shown.count("--config.") == shown.count("--config.model.residual.")
-  with pytest.raises(SystemExit) as stop:
-    main.main(["--help_config=model.risidual"])
-  assert stop.value.code == 2
-  assert "did you mean 'model.residual'?" in capsys.readouterr().err
+  status, _, err = laws.outcome(main.main, ["--help_config=model.risidual"])
+  assert status == 2 and "did you mean 'model.residual'?" in err
 
 
 REFERENCES = """\
@@ -348,29 +331,24 @@ def test_an_absent_platform_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_no_flag_is_other_than_utf_8(name, capsys):
+def test_no_flag_is_other_than_utf_8(name):
   """Names of files may be any bytes, which Python makes half characters."""
   for arg in ("--workdir=a\udcff", "\udcff"):
-    with pytest.raises(SystemExit) as stop:
-      PARSERS[name].parse_args([arg])
-    assert stop.value.code == 2
-    text = capsys.readouterr().err
-    assert "expected text in UTF-8" in text and text.count("\n") == 1
+    status, _, text = laws.outcome(PARSERS[name].parse_args, [arg])
+    assert status == 2 and "expected text in UTF-8" in text
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_help_config_has_the_values_of_the_config_that_is_named(last, capsys):
+def test_help_config_has_the_values_of_the_config_that_is_named(last):
   flags = ["--config=configs/lm.py:size=micro", "--config.optim.peak_lr=0.5"]
   request = ["--help_config", "optim"]
-  with pytest.raises(SystemExit) as stop:
-    main.main([*flags, *request] if last else [*request, *flags])
-  text = capsys.readouterr().out
-  assert stop.value.code == 0 and "--config.optim.peak_lr=0.5  (" in text
+  given = [*flags, *request] if last else [*request, *flags]
+  status, text, _ = laws.outcome(main.main, given)
+  assert not status and "--config.optim.peak_lr=0.5  (" in text
   steps = config_lib.load_config("configs/lm.py:size=micro").optim.warmup_steps
   assert f"--config.optim.warmup_steps={steps}  (" in text
-  with pytest.raises(SystemExit) as stop:
-    main.main([*request, "--config=none.py"])
-  assert stop.value.code == 2 and "none.py" in capsys.readouterr().err
+  status, _, err = laws.outcome(main.main, [*request, "--config=none.py"])
+  assert status == 2 and "none.py" in err
 
 
 def test_jax_says_nothing_of_its_frames_in_any_log():

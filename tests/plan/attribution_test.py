@@ -14,8 +14,6 @@ from attnres_jax.plan import hlo
 # a kernel; and a transfer of "moe". After it, an operation without a part, and
 # a copy of its result.
 TEXT = """\
-HloModule jit_f, is_scheduled=true
-
 %fused (a: bf16[4,6], b: bf16[6,8], c: f32[4,8]) -> f32[4,8] {
   %a = bf16[4,6]{1,0:T(8,128)} parameter(0)
   %b = bf16[6,8]{1,0:T(8,128)} parameter(1)

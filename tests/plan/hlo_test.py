@@ -18,8 +18,6 @@ from attnres_jax.plan import hlo
 # A loop of five trips around a product of [4, 6] and [6, 8] in a fusion, and a
 # reduction over pairs of partitions; after it, one product without a loop.
 TEXT = """\
-HloModule jit_f, is_scheduled=true
-
 %fused (a: bf16[4,6], b: bf16[6,8]) -> f32[4,8] {
   %a = bf16[4,6]{1,0:T(8,128)} parameter(0)
   %b = bf16[6,8]{1,0:T(8,128)} parameter(1)
@@ -78,8 +76,6 @@ def test_a_loop_counts_as_often_as_its_name_says(trips):
 
 def test_branches_count_as_often_as_they_run_in_the_mean():
   text = """\
-HloModule jit_f, is_scheduled=true
-
 %some (a: f32[8,128]) -> f32[8,128] {
   %a = f32[8,128]{1,0:T(8,128)} parameter(0)
   ROOT %copy.1 = f32[8,128]{1,0:T(8,128)} copy(%a)
@@ -110,8 +106,6 @@ def test_traffic_leaves_out_what_stays_on_the_core():
 def test_traffic_of_scatters_and_of_other_tiles():
   """A row of an array is scattered, another one is cut out of a view of it."""
   text = """\
-HloModule jit_f, is_scheduled=true
-
 %second (old: s8[], new: s8[]) -> s8[] {
   %old = s8[]{:T(256)} parameter(0)
   ROOT %new = s8[]{:T(256)} parameter(1)
@@ -151,8 +145,6 @@ ENTRY %main (x: s8[8,32,128], y: s8[2,32,128], k: s32[], l: s32[2,1]) -> s8[1,32
 
 def test_traffic_of_updates_in_place_and_of_cuts():
   text = """\
-HloModule jit_f, is_scheduled=true
-
 %update (a: bf16[8,4,6], b: bf16[4,6], i: s32[]) -> bf16[8,4,6] {
   %a = bf16[8,4,6]{2,1,0:T(8,128)} parameter(0)
   %b = bf16[4,6]{1,0:T(8,128)} parameter(1)
@@ -204,8 +196,6 @@ ENTRY %main (x: bf16[1,4,6], y: bf16[4,6], j: s32[]) -> bf16[2,4,6] {
 def test_traffic_of_gathers():
   """A gather reads only rows of its table."""
   text = """\
-HloModule jit_f, is_scheduled=true
-
 %pick (a: f32[100,8], i: s32[4]) -> f32[4,8] {
   %a = f32[100,8]{1,0:T(8,128)} parameter(0)
   %i = s32[4]{0:T(128)} parameter(1)
@@ -226,8 +216,6 @@ ENTRY %main (x: f32[100,8], j: s32[4]) -> f32[4,8] {
 
 def test_space_for_results_is_not_traffic():
   text = """\
-HloModule jit_f, is_scheduled=true
-
 ENTRY %main () -> bf16[8,4] {
   ROOT %x = bf16[8,4]{1,0:T(8,128)} custom-call(), custom_call_target="TARGET"
 }
@@ -238,8 +226,6 @@ ENTRY %main () -> bf16[8,4] {
 
 def test_traffic_of_copies_to_and_from_the_core():
   text = """\
-HloModule jit_f, is_scheduled=true
-
 ENTRY %main (x: bf16[8,4,6]) -> bf16[8,4,6] {
   %x = bf16[8,4,6]{2,1,0:T(8,128)} parameter(0)
   %in = (bf16[8,4,6]{2,1,0:T(8,128)S(1)}, bf16[8,4,6]{2,1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
@@ -271,8 +257,6 @@ def test_collectives():
 # permutations, the first of which waits for nothing but itself; and two
 # reductions of which each device keeps a part. All on the same channel.
 OVERLAPPED = """\
-HloModule jit_g, is_scheduled=true
-
 %sum (x: f32[], y: f32[]) -> f32[] {
   %x = f32[]{:T(128)} parameter(0)
   %y = f32[]{:T(128)} parameter(1)

@@ -69,8 +69,7 @@ def _text(chunks=2):
     for chunk in range(chunks)
   )
   return (
-    "HloModule jit_f, is_scheduled=true\n\n"
-    + "\n".join(copy(n, size) for n, size in sizes.items())
+    "\n".join(copy(n, size) for n, size in sizes.items())
     + f"""
 %any (pa: s32[]) -> pred[] {{
   %pa = s32[] parameter(0)

@@ -24,8 +24,6 @@ TILE = 8 * 128 * 2  # Bytes of a row's only tile.
 # A transfer between the first two devices beside a kernel, which is given one
 # array twice, and a product of six passes; once more, without work beside it.
 TEXT = f"""\
-HloModule jit_f, is_scheduled=true
-
 %body (p: {ROW}) -> {ROW} {{
   %p = {ROW} parameter(0)
   %s = {ROW} collective-permute-start(%p), source_target_pairs={{{{0,1}},{{1,0}}}}

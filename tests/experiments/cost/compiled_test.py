@@ -19,8 +19,6 @@ def test_cost_of_a_kernel():
   """A kernel whose source is on the core counts its bytes as time only."""
   name = 'metadata={op_name="jit(f)/part<residual>/pallas_call"}'
   text = f"""\
-HloModule jit_f, is_scheduled=true
-
 ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {{
   %x = bf16[8,128]{{1,0:T(8,128)(2,1)S(1)}} parameter(0)
   %made = bf16[8,128]{{1,0:T(8,128)(2,1)S(1)}} negate(%x), metadata={{op_name="jit(f)/part<mlp>/neg"}}, backend_config={{"window_config":{{"estimated_cycles":"3000"}}}}
