@@ -85,10 +85,6 @@ class TextFormat:
     ids = [*self.open_ids, *self.encode(text)]
     return ids or [self.prefix_id]
 
-  def decode(self, ids: Sequence[int]) -> str:
-    """The text of ids, without special tokens."""
-    return self.tokenizer.decode(ids)
-
   def decoder(self, before: Sequence[int] = ()) -> "Decoder":
     """Decodes what follows the ids `before`, token by token."""
     return Decoder(self.tokenizer, before)

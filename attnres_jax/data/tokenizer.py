@@ -20,6 +20,7 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files as files_lib
+from attnres_jax.config import fields
 from attnres_jax.data import paths
 from attnres_jax.data import token_files
 
@@ -91,7 +92,7 @@ class BytesTokenizer(Tokenizer):
   separator_id = 256
 
   def __init__(self, config: config_lib.DataConfig):
-    _no_choice(config)
+    del config
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
@@ -237,7 +238,6 @@ class IdsTokenizer(Tokenizer):
         f"a tokenizer of text, with data.source={config.source!r}"
         " ('ids' reads data.source='tokens')",
       )
-    _no_choice(config)
     self.vocab_size, separator_id = token_files.declared_vocabulary(config)
     # Without a separator nothing marks a document; any id can open a sample.
     self.separator_id = 0 if separator_id is None else separator_id
@@ -278,15 +278,10 @@ def make_tokenizer(config: config_lib.DataConfig) -> Tokenizer:
     ImportError: its library is not installed; says what to install.
   """
   cls = config_lib.choose("data.tokenizer", config.tokenizer, TOKENIZERS)
-  return cls(config)
-
-
-def _no_choice(config: config_lib.DataConfig) -> None:
   for name in ("separator", "tokenizer_path"):
-    value = getattr(config, name)
-    if value:
-      accepted = f"nothing, with data.tokenizer={config.tokenizer!r}"
-      config_lib.fail(f"data.{name}", value, accepted)
+    if value := getattr(config, name):
+      fields.check_acts(config, name, value)
+  return cls(config)
 
 
 def vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:

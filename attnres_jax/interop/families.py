@@ -159,17 +159,6 @@ def of_config_json(
   return name, family
 
 
-def read_config(
-  values: Mapping[str, Any], where: str = "config.json"
-) -> config_lib.ModelConfig:
-  """The network that a config.json describes, in float32.
-
-  Raises:
-    ConfigError: a key is unknown, or has a value that cannot be imported.
-  """
-  return of_config_json(values, where)[1].read_config(values, where)
-
-
 def of_network(config: config_lib.ModelConfig) -> str:
   """The name of the first family that can express a network.
 

@@ -118,7 +118,7 @@ def holds_text(schedule: schedule_lib.Schedule, rule: str) -> str:
   """A row per rank: the most that it holds at once, and the bubble."""
   ranks = range(schedule.layout.num_ranks)
   peaks = [schedule.peaks(rank, rule=rule) for rank in ranks]
-  pools = [schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS]
+  pools = [schedule.slot_pool(kind, rule=rule) for kind in memory.LIFETIMES]
   rows: list[tuple[object, ...]] = [
     (f"rank {r}", p.microbatches, p.units, p.blocks, p.gradients)
     for r, p in zip(ranks, peaks)

@@ -16,10 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attnres_jax import config as config_lib
 from attnres_jax.pipeline import layout as layout_lib
-
-KINDS = ("inputs", "blocks", "gradients")
 
 
 class Event(NamedTuple):
@@ -71,70 +68,11 @@ class SlotPool:
   slots: np.ndarray
 
 
-def peaks(
-  layout: layout_lib.Layout,
-  events: Sequence[Event],
-  *,
-  rule: str = "minimum",
-) -> Peaks:
-  """The most that a rank holds while it works through its `events`."""
-  inputs = input_lifetimes(events)
-  return Peaks(
-    units=_num_slots(inputs),
-    microbatches=_max_microbatches(inputs, len(events)),
-    blocks=_num_slots(block_lifetimes(layout, events, rule=rule)),
-    gradients=_num_slots(gradient_lifetimes(layout, events, rule=rule)),
-  )
-
-
-def slot_pool(
-  layout: layout_lib.Layout,
-  events: Sequence[Sequence[Event]],
-  num_microbatches: int,
-  kind: str,
-  *,
-  rule: str = "minimum",
-) -> SlotPool:
-  """Assigns slots to one kind of vector (of `KINDS`) on every rank.
-
-  `events` are given for each rank. Inputs get a slot if they are running sums
-  that a boundary carries.
-  """
-  if kind not in KINDS:
-    config_lib.fail_argument("kind", kind, "one of " + ", ".join(KINDS))
-  shape: tuple[int, ...] = (layout.num_chunks, num_microbatches)
-  if kind != "inputs":
-    shape += (layout.num_blocks + 1,)
-  slots = np.full(shape, -1, np.int32)
-  size = 0
-  for of_rank in events:
-    if kind == "inputs":
-      lifetimes = [
-        life
-        for life in input_lifetimes(of_rank)
-        if layout.has_partial(life.key[0])
-      ]
-    elif kind == "blocks":
-      lifetimes = block_lifetimes(layout, of_rank, rule=rule)
-    else:
-      lifetimes = gradient_lifetimes(layout, of_rank, rule=rule)
-    numbers = assign_slots(lifetimes)
-    size = max(size, 1 + max(numbers, default=-1))
-    for life, slot in zip(lifetimes, numbers):
-      if kind == "inputs":
-        slots[life.key] = slot
-        continue
-      microbatch, block, *chunk_of_input = life.key
-      for backward, chunk, of in of_rank[life.start : life.end + 1]:
-        if of != microbatch or backward != (kind == "gradients"):
-          continue
-        if chunk_of_input in ([], [chunk]):
-          slots[chunk, microbatch, block] = slot
-  return SlotPool(size, slots)
-
-
-def input_lifetimes(events: Iterable[Event]) -> list[Lifetime]:
+def input_lifetimes(
+  layout: layout_lib.Layout, events: Iterable[Event], *, rule: str
+) -> list[Lifetime]:
   """Lifetimes of the checkpointed inputs; keys are (chunk, microbatch)."""
+  del layout, rule
   started, lifetimes = {}, []
   for time, event in enumerate(events):
     key = (event.chunk, event.microbatch)
@@ -227,12 +165,20 @@ def assign_slots(lifetimes: Sequence[Lifetime]) -> list[int]:
   return numbers
 
 
-def _num_slots(lifetimes: Sequence[Lifetime]) -> int:
+LIFETIMES = {
+  "inputs": input_lifetimes,
+  "blocks": block_lifetimes,
+  "gradients": gradient_lifetimes,
+}
+
+
+def num_slots(lifetimes: Sequence[Lifetime]) -> int:
   """The maximum number of live vectors."""
   return 1 + max(assign_slots(lifetimes), default=-1)
 
 
-def _max_microbatches(inputs: Iterable[Lifetime], num_events: int) -> int:
+def max_microbatches(inputs: Iterable[Lifetime], num_events: int) -> int:
+  """The most microbatches that are between forward and backward at once."""
   live: list[set[int]] = [set() for _ in range(num_events)]
   for (_, microbatch), start, end in inputs:
     for present in live[start : end + 1]:

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
@@ -104,15 +105,48 @@ class Schedule:
     ]
 
   def peaks(self, rank: int, *, rule: str = "minimum") -> memory.Peaks:
-    """The most units, microbatches, blocks and gradients a rank holds."""
-    return memory.peaks(self.layout, self.events(rank), rule=rule)
+    """The most that a rank holds while it works through its units."""
+    events = self.events(rank)
+    lifetimes = {
+      kind: of_kind(self.layout, events, rule=rule)
+      for kind, of_kind in memory.LIFETIMES.items()
+    }
+    units, blocks, gradients = map(memory.num_slots, lifetimes.values())
+    microbatches = memory.max_microbatches(lifetimes["inputs"], len(events))
+    return memory.Peaks(units, microbatches, blocks, gradients)
 
   def slot_pool(self, kind: str, *, rule: str = "minimum") -> memory.SlotPool:
-    """Slot numbers for "inputs", "blocks" or "gradients" on every rank."""
-    events = [self.events(rank) for rank in range(self.layout.num_ranks)]
-    return memory.slot_pool(
-      self.layout, events, self.num_microbatches, kind, rule=rule
-    )
+    """Assigns slots to one kind of vector on every rank.
+
+    The kind is "inputs", "blocks" or "gradients". Inputs get a slot if they
+    are running sums that a boundary carries.
+    """
+    errors.check_in("kind", kind, memory.LIFETIMES)
+    layout, is_input = self.layout, kind == "inputs"
+    shape = layout.num_chunks, self.num_microbatches
+    if not is_input:
+      shape = *shape, layout.num_blocks + 1
+    slots, size = np.full(shape, -1, np.int32), 0
+    for rank in range(layout.num_ranks):
+      events = self.events(rank)
+      lifetimes = [
+        life
+        for life in memory.LIFETIMES[kind](layout, events, rule=rule)
+        if not is_input or layout.has_partial(life.key[0])
+      ]
+      numbers = memory.assign_slots(lifetimes)
+      size = max(size, 1 + max(numbers, default=-1))
+      for life, slot in zip(lifetimes, numbers):
+        if is_input:
+          slots[life.key] = slot
+          continue
+        microbatch, block, *chunk_of_input = life.key
+        for backward, chunk, of in events[life.start : life.end + 1]:
+          if of != microbatch or backward != (kind == "gradients"):
+            continue
+          if chunk_of_input in ([], [chunk]):
+            slots[chunk, microbatch, block] = slot
+    return memory.SlotPool(size, slots)
 
   def bubble(
     self, forward_time: float = 1.0, backward_time: float = 1.0

@@ -304,7 +304,9 @@ def make_pipeline(config: config_lib.RunConfig, mesh: Mesh) -> Pipeline:
   rule = config.pipeline.rule
   wire = transport_lib.Transport(layout, rule, sharding.STAGE, block, partial)
   schedule = schedule_lib.make_schedule(layout, microbatches)
-  pools = {kind: schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS}
+  pools = {
+    kind: schedule.slot_pool(kind, rule=rule) for kind in memory.LIFETIMES
+  }
   specs = jax.tree.map(lambda s: s.spec, sharding.state_sharding(model, mesh))
   differentiate = _DIFFERENTIATE[config.pipeline.schedule]
   dtype = jnp.dtype(config.model.dtype)

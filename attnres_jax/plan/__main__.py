@@ -20,10 +20,9 @@ not fit.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import json
 import sys
-from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
@@ -83,29 +82,23 @@ def _report(options: argparse.Namespace) -> int:
   config = command_line.load_config(options.config)
   import jax
 
+  from attnres_jax.plan import report
   from attnres_jax.plan import text as text_lib
 
   # The program is compiled for the topology; nothing runs.
   jax.config.update("jax_platforms", "cpu")
-  plan = _make_report(config, options)
+  slices = options.topology, options.num_slices
+  devices = topology.devices(*slices)
+  config = plans.resolve(config, devices, options.plans)
+  if options.until == "schedule":
+    plan = report.make_schedule_report(config, *slices)
+  else:
+    plan = report.make_report(config, devices, options.step)
   print(text_lib.to_text(plan))
   if options.json:
     text = json.dumps(plan, indent=2)
     files.write_output("--json", options.json, text + "\n", _MARKS)
   return 0 if plan["fits"] else 1
-
-
-def _make_report(
-  config: config_lib.RunConfig, options: argparse.Namespace
-) -> Mapping[str, Any]:
-  from attnres_jax.plan import report
-
-  slices = options.topology, options.num_slices
-  devices = topology.devices(*slices)
-  config = plans.resolve(config, devices, options.plans)
-  if options.until == "schedule":
-    return report.make_schedule_report(config, *slices)
-  return report.make_report(config, devices, options.step)
 
 
 if __name__ == "__main__":

@@ -267,13 +267,12 @@ class Program:
     branches get equal weight. Of loops whose trip counts depend on data, names
     may state the mean (`scopes.mean_trips`).
     """
-    return self._runs_from(self.entry)
+    return self.runs_from(self.entry)
 
   def runs_from(self, start: str = "") -> Mapping[str, tuple[float, bool]]:
-    """The same for a computation that is executed once; "" is the program."""
-    return self._runs_from(start) if start else self.runs
-
-  def _runs_from(self, start: str) -> Mapping[str, tuple[float, bool]]:
+    """`runs` of a computation that is executed once; "" is the program."""
+    if not start:
+      return self.runs
     runs: dict[str, tuple[float, bool]] = {}
 
     def visit(name: str, count: float, in_loop: bool) -> None:

@@ -149,12 +149,14 @@ def _check(checkpoint, count, seed):
     text = _text(rng)
     ids = theirs(text)["input_ids"]
     assert [*ours.prompt(text), 2] == ids
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.tokenizer.decode(ids) == theirs.decode(
+      ids, skip_special_tokens=True
+    )
     later = theirs(_text(rng))["input_ids"]
     pieces = _check_stream(theirs, ours, ids[:-1], later)
     # Nothing waits that could have been shown.
     shown = "".join(pieces)
-    assert len(shown) >= len(ours.decode(later)) - 40
+    assert len(shown) >= len(ours.tokenizer.decode(later)) - 40
     # A network draws any tokens, and more than the vocabulary has.
     drawn = [rng.randrange(len(theirs) + 5) for _ in range(rng.randint(1, 30))]
     _check_stream(theirs, ours, ids[:-1], drawn)
@@ -186,7 +188,7 @@ def test_a_prompt_may_end_inside_a_character(kind, tmp_path):
     for cut in range(len(ids) + 1):
       decoder = ours.decoder(ids[:cut])
       pieces = [*map(decoder.add, ids[cut:]), decoder.end()]
-      before = ours.decode(ids[:cut])
+      before = ours.tokenizer.decode(ids[:cut])
       inside += not text.startswith(before)
       assert os.path.commonprefix([before, text]) + "".join(pieces) == text
     assert inside  # Else no cut was inside a character.
@@ -221,7 +223,7 @@ def test_special_tokens_are_text(folder):
   ours = _of_files(folder)
   written = "a<|im_end|>b"
   assert 3 not in ours.encode(written)
-  assert ours.decode(ours.encode(written)) == written
+  assert ours.tokenizer.decode(ours.encode(written)) == written
 
 
 @pytest.mark.parametrize(

@@ -210,5 +210,4 @@ class TestVocabularyFile:
       ("ids", "got"),
     ):
       with pytest.raises(config_lib.ConfigError, match=f"tokenizer: {message}"):
-        config = config_lib.DataConfig(tokenizer=name, tokenizer_path="x")
-        data.make_tokenizer(config)
+        data.make_tokenizer(config_lib.DataConfig(tokenizer=name))
