@@ -273,6 +273,60 @@ def attend(u, sources, eps=EPS):
   return np.sum(weight[..., None] * source, axis=0)
 
 
+def read_by_loops(module, sources, l, value=False):
+  """One read, per token and head, and its weights [M, B, T, H]."""
+  sources = [np.asarray(source) for source in sources]
+  o, queries = module.options, module.queries
+  array = lambda p: None if p is None else np.asarray(p[...])
+  query, gain = array(queries.query)[l], array(queries.gain)
+  gain = np.ones(WIDTH) if gain is None else gain[l]
+  if value:
+    query = array(queries.value_query)[l // 2]
+  first = 0
+  if o.window:
+    first = max(0, len(sources) - 1 - o.window)
+  places = [0, *range(1 + first, len(sources))]
+  sources = [sources[i] for i in places]
+  if o.null != "none":
+    null = np.zeros(WIDTH)
+    if o.null == "learned":
+      null = array(queries.null)[l]
+    sources = [np.broadcast_to(null, sources[0].shape), *sources]
+    places = [None, *places]
+  heads, width = o.heads, WIDTH
+  part = width // heads
+  h = np.zeros_like(sources[0])
+  weights = np.zeros((len(sources), *h.shape[:2], heads))
+  for b, t in np.ndindex(h.shape[:2]):
+    for k in range(heads):
+      logits = []
+      for i, source in zip(places, sources):
+        v = source[b, t]
+        key = v[width - o.rank :] if o.rank else v
+        inverse = (np.mean(key**2) + EPS) ** -0.5 if o.key_norm else 1
+        u = query
+        if o.query == "input":
+          newest = sources[-1][b, t]
+          u = newest / np.sqrt(np.mean(newest**2) + EPS) @ query
+        if o.query == "static":
+          logits.append(0.0 if i is None else o.logit_scale * query[i])
+          continue
+        if o.key_norm and not o.rank:
+          u = u * gain
+        mine = slice(k * part, (k + 1) * part) if heads > 1 else slice(None)
+        logits.append(o.logit_scale * np.dot(u[mine], key[mine]) * inverse)
+      logits = np.array(logits)
+      if o.score == "sigmoid":
+        a = 1 / (1 + np.exp(-logits))
+      else:
+        a = np.exp(logits) / np.exp(logits).sum()
+      weights[:, b, t, k] = a
+      mine = slice(k * part, (k + 1) * part)
+      for weight, source in zip(a, sources):
+        h[b, t, mine] += weight * source[b, t, mine]
+  return h * (len(sources) if o.scale == "sum" else 1), weights
+
+
 def full_attnres(sublayers, u, embedding):
   """Eq. 1-4 and the output aggregation."""
   values = [np.asarray(embedding)]

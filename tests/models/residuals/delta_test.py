@@ -37,29 +37,6 @@ def _alpha(module, l, gate):
   return alpha if gate == "zero" else 1 / (1 + np.exp(-alpha))
 
 
-def _attention(module, l, sources):
-  """Per token and head, over the sources and the null source."""
-  queries, heads = module.queries, module.options.heads
-  u = np.asarray(queries.query[l] * queries.gain[l])
-  if queries.null is not None:
-    null = np.asarray(queries.null[l])
-    sources = [np.broadcast_to(null, sources[0].shape), *sources]
-  h = np.zeros_like(sources[0])
-  part = trunks.WIDTH // heads
-  for b, t in np.ndindex(h.shape[:2]):
-    for k in range(heads):
-      mine = slice(k * part, (k + 1) * part)
-      e = np.array([
-        np.exp(
-          u[mine] @ s[b, t, mine] / np.sqrt(np.mean(s[b, t] ** 2) + trunks.EPS)
-        )
-        for s in sources
-      ])  # fmt: skip
-      for weight, s in zip(e / e.sum(), sources):
-        h[b, t, mine] += weight * s[b, t, mine]
-  return h
-
-
 def _expected(name, module, values, gate="own"):
   """h_1, ..., h_6, h_out."""
   if gate == "own":
@@ -71,7 +48,8 @@ def _expected(name, module, values, gate="own"):
       sources = values[: l + 1]
     h = x
     if l and sources:
-      h = x + _alpha(module, l, gate) * _attention(module, l, sources)
+      mixture, _ = trunks.read_by_loops(module, sources, l)
+      h = x + _alpha(module, l, gate) * mixture
     reads.append(h)
     if name in BLOCKS and l % 2 == 0:
       # The stream as it was read, less what the blocks hold already.

@@ -25,60 +25,6 @@ def _scheme(name, form="one_softmax", spread=1.0, **options):
   )  # fmt: skip
 
 
-def _by_loops(module, sources, l, value=False):
-  """One read, per token and head, and its weights [M, B, T, H]."""
-  sources = [np.asarray(source) for source in sources]
-  o, queries = module.options, module.queries
-  array = lambda p: None if p is None else np.asarray(p[...])
-  query, gain = array(queries.query)[l], array(queries.gain)
-  gain = np.ones(trunks.WIDTH) if gain is None else gain[l]
-  if value:
-    query = array(queries.value_query)[l // 2]
-  first = 0
-  if o.window:
-    first = max(0, len(sources) - 1 - o.window)
-  places = [0, *range(1 + first, len(sources))]
-  sources = [sources[i] for i in places]
-  if o.null != "none":
-    null = np.zeros(trunks.WIDTH)
-    if o.null == "learned":
-      null = array(queries.null)[l]
-    sources = [np.broadcast_to(null, sources[0].shape), *sources]
-    places = [None, *places]
-  heads, width = o.heads, trunks.WIDTH
-  part = width // heads
-  h = np.zeros_like(sources[0])
-  weights = np.zeros((len(sources), *h.shape[:2], heads))
-  for b, t in np.ndindex(h.shape[:2]):
-    for k in range(heads):
-      logits = []
-      for i, source in zip(places, sources):
-        v = source[b, t]
-        key = v[width - o.rank :] if o.rank else v
-        inverse = (np.mean(key**2) + trunks.EPS) ** -0.5 if o.key_norm else 1
-        u = query
-        if o.query == "input":
-          newest = sources[-1][b, t]
-          u = newest / np.sqrt(np.mean(newest**2) + trunks.EPS) @ query
-        if o.query == "static":
-          logits.append(0.0 if i is None else o.logit_scale * query[i])
-          continue
-        if o.key_norm and not o.rank:
-          u = u * gain
-        mine = slice(k * part, (k + 1) * part) if heads > 1 else slice(None)
-        logits.append(o.logit_scale * np.dot(u[mine], key[mine]) * inverse)
-      logits = np.array(logits)
-      if o.score == "sigmoid":
-        a = 1 / (1 + np.exp(-logits))
-      else:
-        a = np.exp(logits) / np.exp(logits).sum()
-      weights[:, b, t, k] = a
-      mine = slice(k * part, (k + 1) * part)
-      for weight, source in zip(a, sources):
-        h[b, t, mine] += weight * source[b, t, mine]
-  return h * (len(sources) if o.scale == "sum" else 1), weights
-
-
 CASES = [
   ("block_attnres", {}),
   ("full_attnres", {}),
@@ -110,14 +56,14 @@ def test_reads_and_weights_are_the_definition(name, options):
   labels = modules[-1].source_labels()
   size = 2 if name == "block_attnres" else 1
   sources = [reference.sources(values[: l + 1], size) for l in range(4)]
-  answer = [_by_loops(modules[0], sources[l], l) for l in range(4)]
+  answer = [trunks.read_by_loops(modules[0], sources[l], l) for l in range(4)]
   for module in modules:
     for l, h in enumerate(trunks.reads(module, values)):
       np.testing.assert_allclose(base.query_input(h), answer[l][0], atol=1e-12)
       if 0 < l < 3:
         assert isinstance(h, base.QKV) == module.options.value_query
       if isinstance(h, base.QKV) and l % 2 == 0:
-        other, _ = _by_loops(module, sources[l], l, value=True)
+        other, _ = trunks.read_by_loops(module, sources[l], l, value=True)
         np.testing.assert_allclose(h.value, other, atol=1e-12)
         with_query.append(l)
   assert bool(with_query) == modules[0].options.value_query
