@@ -68,10 +68,6 @@ def peak_bytes(compiled: Any) -> int:
 
   The mark for CPUs leaves out temporaries of loops, and we have not compared
   the mark for GPUs with what one needs. There the sum counts.
-
-  Args:
-    compiled: of `jax.stages.Lowered.compile`, with at least one argument and a
-      `memory_analysis`.
   """
   memory = compiled.memory_analysis()
   arguments = memory.argument_size_in_bytes

@@ -85,10 +85,7 @@ def cores() -> list[int]:
 
 
 def check_size(state: Any) -> None:
-  """Stops a run that cannot fit in memory.
-
-  Args:
-    state: what training carries: shapes, dtypes and shardings.
+  """Stops a run whose state, given by its shapes, cannot fit in memory.
 
   Raises:
     ConfigError: naming the estimate and the limit.

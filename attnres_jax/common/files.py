@@ -215,10 +215,7 @@ def check_path(
 def check_folder(name: str, path: str, *, writable: bool = True) -> epath.Path:
   """A folder that exists or can be made, and can be written to.
 
-  Args:
-    name: of the argument, for the error.
-    path: of the folder.
-    writable: False for a command that only reads.
+  A command that only reads says so. The argument's name is for the error.
 
   Raises:
     ConfigError: neither is true.
@@ -284,10 +281,7 @@ def refuse_foreign(
 def check_output(name: str, path: epath.PathLike, marks: Sequence[str]) -> None:
   """Refuses to write the file that an argument names over somebody else's.
 
-  Args:
-    name: of the argument, for the error.
-    path: of the file, which may not exist.
-    marks: that the new file has; see `refuse_foreign`.
+  The new file has these marks; see `refuse_foreign`.
 
   Raises:
     ConfigError: somebody else's file is there.

@@ -64,11 +64,9 @@ _NAMES = "h100-1, h100-8 or h200-8x8 (hosts x GPUs)"
 
 
 def parse(name: str, field: str = "topology") -> tuple[str, int, int] | None:
-  """(kind, hosts, GPUs per host); None for what names no GPU.
+  """(kind, hosts, GPUs per host) of a name; None for what names no GPU.
 
-  Args:
-    name: "h100-8", "h200-8x8" for eight hosts, or "h100:1x8".
-    field: where the name comes from, for the error.
+  Names are "h100-8", "h200-8x8" for eight hosts, or "h100:1x8".
 
   Raises:
     ConfigError: a GPU in a number that hosts do not have.

@@ -59,10 +59,8 @@ def resolve(
 ) -> config_lib.RunConfig:
   """The config with its plan, if `optim.accumulate_steps` asks for one.
 
-  Args:
-    config: with its vocabulary size.
-    devices: of all processes, or of `topology.devices`.
-    path: the file of plans, local or gs://.
+  The config has its vocabulary size. Devices are of all processes, or of
+  `topology.devices`.
 
   Raises:
     ConfigError: there is no plan, or the config already has a mesh.

@@ -42,9 +42,8 @@ def mean_trips(
 ) -> contextlib.AbstractContextManager:
   """A context for a loop whose trip count is only known at run time.
 
-  Args:
-    number: of trips, in the mean over all executions and devices.
-    name: of a unit of work, if the loop runs one; see `unit`.
+  The number is the mean over all executions and devices. The name is of a unit
+  of work, if the loop runs one; see `unit`.
   """
   return jax.named_scope(f"mean_trips<{number:.9f}>{name}")
 

@@ -78,11 +78,6 @@ def follow(
 
   So `config.name = follow(config, "seed", "run{}".format)` is "run7" under
   `--config.seed=7`, and "x" under `--config.name=x`.
-
-  Args:
-    config: in which the value is set.
-    name: of the field, with dots.
-    function: of the field's value.
   """
   *parents, leaf = name.split(".")
   for parent in parents:

@@ -77,14 +77,8 @@ def orthogonalise(matrices: jax.Array, iterations: int = 5) -> jax.Array:
   """Moves the singular values of each matrix [..., R, C] towards one.
 
   Loops over the leading axis (depth), so that the iteration takes the memory of
-  one layer; the other axes (experts) run as a batch.
-
-  Args:
-    matrices: one or more; all axes except the last two are batch axes.
-    iterations: Newton-Schulz iterations; 5 bring most values into 0.7 to 1.2.
-
-  Returns:
-    float32, the same shape.
+  one layer; the other axes (experts) run as a batch. Five Newton-Schulz
+  iterations bring most values into 0.7 to 1.2. The result is float32.
   """
   if matrices.ndim > 2:
     return jax.lax.map(lambda m: _newton_schulz(m, iterations), matrices)

@@ -59,12 +59,7 @@ def with_probes(model: Any) -> Any:
 
 
 def take_peaks(gradient: Any, like: Any) -> tuple[Any, Peaks]:
-  """Separates the gradients of a probed network and of its probes.
-
-  Args:
-    gradient: of `with_probes(like)`.
-    like: the network.
-  """
+  """Separates the gradients of `with_probes(like)` and of its probes."""
   peaks = {
     kind: stack.core.probe[...]
     for kind, stack in gradient.sublayers.items()

@@ -51,11 +51,9 @@ def tokens(runs: Sequence[grid.Run]) -> int:
 def prices(
   runs: Sequence[grid.Run], rows: Sequence[Mapping[str, str]]
 ) -> list[Price]:
-  """Prices on the slices on which any of the runs has a plan.
+  """Prices on the slices on which any of the runs has a plan (`plans.rows`).
 
-  Args:
-    runs: of a sweep. A run with a mesh of its own has no price.
-    rows: of the file of plans, see `plans.rows`.
+  A run with a mesh of its own has no price.
   """
   by_hash: dict[str, list[tuple[str, int]]] = {}
   for run in runs:
@@ -98,10 +96,7 @@ def check_planned(
 ) -> None:
   """Refuses to launch runs that wait for a plan on devices without one.
 
-  Args:
-    runs: that the command selects.
-    offers: of `prices`.
-    place: a slice, or "gpus=8": any topology with as many GPUs.
+  The place is a slice, or "gpus=8": any topology with as many GPUs.
 
   Raises:
     ConfigError: names the slices that have plans of all runs.

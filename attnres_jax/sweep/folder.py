@@ -79,10 +79,7 @@ def prepare(
 ) -> list[grid.Run]:
   """Creates the workdirs of runs unless they exist.
 
-  Args:
-    folder: of the sweep, local, gs:// or s3://; created if needed.
-    runs: of the sweep, in order.
-    source: the config file they come from, with its argument.
+  The source is the config file that the runs come from, with its argument.
 
   Returns:
     The runs of the folder, under their existing names. Fields that are newer

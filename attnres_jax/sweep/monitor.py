@@ -79,13 +79,10 @@ class Progress:
 
 
 def of_run(folder: epath.PathLike, name: str, full: bool = True) -> Progress:
-  """Progress of one run.
+  """Progress of one run of a sweep's folder.
 
-  Args:
-    folder: of the sweep.
-    name: of the run.
-    full: whether to read all of its metrics, for `goodput`, `row` and `curve`;
-      otherwise the end of the file is read, and these are empty.
+  In full, all of its metrics are read, for `goodput`, `row` and `curve`;
+  otherwise the end of the file is read, and these are empty.
 
   Raises:
     OSError: a store cannot be reached.

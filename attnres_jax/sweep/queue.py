@@ -29,12 +29,7 @@ def choose(
 
   A run that kills its process is counted in its state only. After some attempts
   it makes way for the others, or a worker that is started again and again would
-  train nothing else.
-
-  Args:
-    states: of all runs, in their order.
-    tries: of this worker, 0 where it has tried none.
-    claim_of: says who has a run.
+  train nothing else. `tries` are this worker's; `claim_of` says who has a run.
   """
   candidates = sorted(
     (name for name, state in states.items() if state.status in state_lib.OPEN),

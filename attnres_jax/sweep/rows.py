@@ -161,15 +161,10 @@ def by_scheme(
   column: str = "residual",
   size: Callable[[Row], Hashable] | None = None,
 ) -> dict[str, fit_lib.Runs]:
-  """Rows in the form of `scaling.fit`.
+  """Rows in the form of `scaling.fit`, by the schemes in a column.
 
-  Args:
-    rows: of results.
-    counting: of compute.
-    column: what tells schemes apart.
-    size: of a row; by default the overrides except scheme, seeds and optimizer,
-      and so the same for all schemes, whose parameters and learning rates may
-      differ.
+  A size is by default the overrides except scheme, seeds and optimizer, and so
+  the same for all schemes, whose parameters and learning rates may differ.
 
   Raises:
     ConfigError: a loss is no positive number.

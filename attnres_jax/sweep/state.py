@@ -175,10 +175,8 @@ def begin(
 ) -> Attempt | None:
   """Claims a run; None if it is done or another process holds it.
 
-  Args:
-    workdir: of the run.
-    spent: seconds of one device that the attempt has used; by default all
-      since its start, of all devices.
+  `spent` gives seconds of one device that the attempt has used; by default all
+  since its start, of all devices.
 
   Raises:
     ConfigError: the state of the run is damaged.

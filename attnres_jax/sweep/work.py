@@ -43,16 +43,11 @@ Exit = exits.Exit
 def run(
   folder: epath.PathLike, name: str, patience_seconds: float = 0.0
 ) -> Exit:
-  """Claims and trains a run; all processes of the run call it.
+  """Claims and trains a run of a sweep; all processes of the run call it.
 
   Signals only stop it in the main thread. If there are several processes, call
-  `jax.distributed.initialize` first.
-
-  Args:
-    folder: of the sweep.
-    name: of the run.
-    patience_seconds: how long to wait for a run whose worker may be dead. In an
-      object store, this is only known after `claims.LEASE_SECONDS`.
+  `jax.distributed.initialize` first. It waits for a run whose worker may be
+  dead. In an object store, this is only known after `claims.LEASE_SECONDS`.
 
   Raises:
     ConfigError: there is no such run.
@@ -82,11 +77,8 @@ def run_all(
 ) -> Exit:
   """Trains the open runs of a sweep one after another; all processes call it.
 
-  Args:
-    folder: of the sweep.
-    patience_seconds: how long to wait, once no run is open, for runs that other
-      workers hold and may leave.
-    only: regular expression over the names of runs to train.
+  `only` is a regular expression over their names. Once no run is open, it waits
+  for runs that other workers hold and may leave.
 
   Returns:
     DONE if every run is done or held by a live worker; otherwise how one of the

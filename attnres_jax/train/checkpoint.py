@@ -250,12 +250,9 @@ def _read(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Arrays and JSON of one checkpoint, compared with its checksums if any.
 
-  Args:
-    workdir: of the run.
-    step: of the checkpoint.
-    abstract: the requested arrays, flat.
-    share: index of this process, and how many processes verify together.
-    some: of the arrays; otherwise there may be no others.
+  The requested arrays are flat; unless they are `some` of the arrays, there may
+  be no others. `share` is the index of this process, and how many processes
+  verify together.
 
   Raises:
     Exception: the one that orbax raised, or `checksums.DamageError`.

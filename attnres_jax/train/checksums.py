@@ -63,12 +63,7 @@ class Listing(records.Record):
 
 
 def write(folder: epath.Path, info: Mapping[str, Any]) -> None:
-  """Writes the checksums of a checkpoint.
-
-  Args:
-    folder: of the checkpoint, with all arrays.
-    info: the JSON object that is saved with the arrays.
-  """
+  """Writes the checksums of a checkpoint's arrays and JSON object."""
   sums = {_METADATA: Sums((_digest_of(info),))}
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     for path in _walk(folder):
@@ -88,11 +83,9 @@ def damage(
 ) -> list[str] | None:
   """Each damaged file with the reason; None if there are no checksums.
 
-  Args:
-    folder: of the checkpoint.
-    parts: subfolders to compare, beside files outside of any, such as
-      metadata; None for all.
-    share: index of this process, and how many divide the blocks.
+  With `parts`, subfolders to compare, beside files outside of any, such as
+  metadata. `share` is the index of this process, and how many divide the
+  blocks.
   """
   try:
     listed = _listed(folder)

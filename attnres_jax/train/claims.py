@@ -157,13 +157,10 @@ class Claim:
 
 
 def acquire(workdir: epath.PathLike, *, patience_seconds: float = 0.0) -> Claim:
-  """Claims a folder, which is created if needed.
+  """Claims a folder, local or in an object store; it is created if needed.
 
-  Args:
-    workdir: local or in an object store.
-    patience_seconds: how long to wait for a lease whose holder may be dead; at
-      least `LEASE_SECONDS` if its clock says so. Waiting ends early if the
-      holder turns out to be alive.
+  It waits for a lease whose holder may be dead; at least `LEASE_SECONDS` if its
+  clock says so. Waiting ends early if the holder turns out to be alive.
 
   Raises:
     HeldError: another process holds it; names the process.
@@ -198,11 +195,8 @@ def held(
 ) -> Iterator[Claim | None]:
   """A context for work in a folder; all processes of a run enter it together.
 
-  Process 0 claims the folder and tells the others the outcome.
-
-  Args:
-    workdir: local or in an object store; made if needed.
-    ours: a claim that this process already holds, which its owner releases.
+  Process 0 claims the folder and tells the others the outcome. It may hold the
+  claim already, which its owner releases.
 
   Yields:
     The claim, on a process that took one here.

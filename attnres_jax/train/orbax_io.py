@@ -61,15 +61,11 @@ def checkpointer(
   seconds: int,
   before_name: Callable[[], None],
 ) -> Any:
-  """An `ocp.training.Checkpointer`.
+  """An `ocp.training.Checkpointer`, whose saves fail after so many seconds.
 
-  Args:
-    folder: of the checkpoints.
-    config: which ones are kept.
-    seconds: after which a save counts as failed.
-    before_name: called on the first process, after all have written their part
-      and before the checkpoint gets its name. No bound method: Orbax copies it,
-      with all that it is bound to.
+  `before_name` is called on the first process, after all have written their
+  part and before the checkpoint gets its name. No bound method: Orbax copies
+  it, with all that it is bound to.
   """
   preservation = ocp.training.preservation_policies
   policies: list[Any] = [preservation.LatestN(config.keep_last)]

@@ -79,9 +79,7 @@ class StepLog:
   def add(self, step: int, metrics: Mapping[str, Any]) -> None:
     """Accepts the metrics of a step, and writes the previous step's.
 
-    Args:
-      step: the step just dispatched, counted from 1.
-      metrics: arrays of the train step, maybe not computed yet.
+    The step was just dispatched, counted from 1, maybe not computed yet.
 
     Raises:
       NonFiniteError: the step *before* was not finite.

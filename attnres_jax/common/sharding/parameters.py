@@ -62,12 +62,8 @@ def map_parameters(
 ) -> Any:
   """The tree with each parameter's value replaced by `function` of it.
 
-  In an optimiser's state, moments are treated like values.
-
-  Args:
-    function: see above.
-    tree: of `nnx.Param`s.
-    other: maps leaves that are not in a parameter, such as counters.
+  In an optimiser's state, moments are treated like values. `other` maps leaves
+  that are not in a parameter, such as counters.
 
   Raises:
     ConfigError: a parameter has no axes; `other` is missing.
@@ -98,9 +94,7 @@ def map_parameters(
 def state_sharding(tree: Any, mesh: Mesh) -> Any:
   """The sharding of each leaf of a model or train state, by `CUTS`.
 
-  Args:
-    tree: of `nnx.Param`s; other leaves are replicated.
-    mesh: of `make_mesh`.
+  Leaves other than parameters are replicated.
 
   Raises:
     ConfigError: an axis of the mesh does not divide the dimension it shards.

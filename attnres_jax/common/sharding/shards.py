@@ -66,11 +66,8 @@ def gather_tokens(x_BTD: jax.Array) -> jax.Array:
 def scatter_sum(function: Callable[..., jax.Array], *in_specs: Any) -> Any:
   """In `scattering`, a sum over `tensor` of what each device computes.
 
-  Elsewhere, the function itself.
-
-  Args:
-    function: of arrays, to [B, T, D]; a sum over what `tensor` shards.
-    *in_specs: how each argument is sharded.
+  Elsewhere, the function itself. Its result [B, T, D] is a sum over what
+  `tensor` shards, and specs say how each argument is sharded.
   """
   if not scatters():
     return function
@@ -131,11 +128,8 @@ def by_rows(
   """`by_shards` for `function(rows, shared)`, with parameters as `shared`.
 
   All leaves of `rows` and of the result are [B, ...]. The compiler decides how
-  `tensor` shards the parameters.
-
-  Args:
-    function: see above.
-    cuts: how each parameter is sharded, such as by its `row_cut`.
+  `tensor` shards the parameters; `cuts` say how each one is sharded besides,
+  such as by its `row_cut`.
   """
   return by_shards(
     function, (mesh_lib.SEQUENCES, cuts), mesh_lib.SEQUENCES, mesh_lib.ROWS
@@ -149,11 +143,9 @@ def by_copies(
 
   They have copies of all parameters. Each device then adds up the gradients of
   all microbatches and sends the sum once; otherwise every microbatch would send
-  gradients. Within, `by_shards` splits over the other axes.
-
-  Args:
-    function: its `shared` are parameters, and leaves of `rows` [B, ...].
-    total: combines the results of all devices along the named axis.
+  gradients. Within, `by_shards` splits over the other axes. Leaves of `rows`
+  are [B, ...], and `total` combines the results of all devices along a named
+  axis.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.shape.get(mesh_lib.DATA, 1) == 1:
@@ -214,14 +206,10 @@ def gather_parts(
 ) -> jax.Array:
   """Within `by_shards`, gathers a parameter that `fsdp` cuts along `dim`.
 
-  It is sent in the dtype in which it is used: half the bytes of master weights
-  for products in bfloat16. No gradient rule, since the gradient has to be
-  float32: see `sum_parts`.
-
-  Args:
-    part: of this device.
-    dim: from `cut_dim`; None if it is whole already.
-    dtype: of the result.
+  The dimension, from `cut_dim`, is None if it is whole already. It is sent in
+  the dtype in which it is used: half the bytes of master weights for products
+  in bfloat16. No gradient rule, since the gradient has to be float32: see
+  `sum_parts`.
   """
   part = part.astype(dtype)
   if dim is None:

@@ -68,12 +68,9 @@ class Slice:
 
 
 def parse(setting: str, name: str, needs: str = "cloud_name") -> Slice:
-  """The slice with this name.
+  """The slice of a setting, such as "v6e:4x4" or "v6e-16".
 
-  Args:
-    setting: where the name comes from, for the error.
-    name: such as "v6e:4x4" or "v6e-16".
-    needs: the field of the slice that a launcher reads.
+  `needs` is the field of the slice that a launcher reads.
 
   Raises:
     ConfigError: there is no such slice.

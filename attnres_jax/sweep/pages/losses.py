@@ -28,12 +28,7 @@ Frame = Any
 
 
 def setting(row: Row, without: Iterable[str] = ()) -> str:
-  """The overrides of a run, except scheme and seeds, in a few words.
-
-  Args:
-    row: of results, or the overrides of a run.
-    without: columns to leave out.
-  """
+  """The overrides in a row, except scheme and seeds, in a few words."""
   words = []
   for name, value in row.items():
     if name == _FIRST_RESULT:
@@ -68,11 +63,8 @@ def table(
   setting's tokens and rate, and every seed. N counts parameters outside
   embedding and head, of the scheme that has the fewest.
 
-  Args:
-    rows: of results.
-    name: of a setting.
-    at: a column: each scheme is at its own best value of it, which its cell has
-      in place of tokens, rate and N.
+  With a column `at`, each scheme is at its own best value of it, which its cell
+  has in place of tokens, rate and N.
   """
   runs = frame(rows_at_their_best(rows, at) if at else rows)
   schemes = runs["residual"].unique()

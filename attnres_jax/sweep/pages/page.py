@@ -79,10 +79,8 @@ class Table(NamedTuple):
   ) -> "Table":
     """A line per row, without columns in which nothing stands.
 
-    Args:
-      rows: anything.
-      columns: by their headings, what makes a cell of a row, or the name of one
-        of its cells.
+    By their headings, columns have what makes a cell of a row, or the name of
+    one of its cells.
     """
     makes = {
       name: operator.itemgetter(make) if isinstance(make, str) else make
@@ -107,10 +105,8 @@ class Table(NamedTuple):
   ) -> "Table":
     """A line per place and a column per name; empty without a cell.
 
-    Args:
-      header: of the columns that name a place.
-      cells: (*place, name of the column, text).
-      columns: headings of the others by name; as cells come by default.
+    Cells are (*place, name of the column, text). The header is of the columns
+    that name a place, and the others have headings by name.
     """
     lines: dict[tuple[Any, ...], dict[Any, Any]] = {}
     for *place, name, text in cells:
@@ -157,13 +153,9 @@ def render(
   *,
   refresh_seconds: int = 0,
 ) -> str:
-  """A page.
+  """A page from a template with a variable for every part, text or HTML.
 
-  Args:
-    title: of the window.
-    body: a template with a variable for every part.
-    parts: text or HTML by name.
-    refresh_seconds: after which a browser reloads the file; 0 for never.
+  A browser reloads the file after so many seconds; 0 for never.
   """
   text = fill(body.read_text(encoding="utf-8"), **parts)
   shell = _SHELL.read_text(encoding="utf-8")

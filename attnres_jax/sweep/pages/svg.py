@@ -37,11 +37,9 @@ def style():
 
 
 def to_svg(figure: figure_lib.Figure, salt: str) -> page.Html:
-  """An <svg> element for inclusion in a page.
+  """An <svg> element of a figure that was made within `style()`.
 
-  Args:
-    figure: made within `style()`.
-    salt: makes the ids of several figures on one page distinct.
+  The salt makes the ids of several figures on one page distinct.
   """
   with matplotlib.rc_context(_RC | {"svg.hashsalt": salt}):
     buffer = io.StringIO()
