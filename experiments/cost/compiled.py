@@ -256,11 +256,8 @@ def costs(
 ) -> tuple[Cost, Cost]:
   """The cost of all instructions, and of the instructions of depth attention.
 
-  Args:
-    program: compiled.
-    chip: for which it was.
-    start_seconds: of a kernel, which then also counts all operands; None for
-      the bytes of kernels alone.
+  A kernel takes `start_seconds`, and then counts all operands; None is for the
+  bytes of kernels alone.
   """
   sums = {True: np.zeros(3), False: np.zeros(3)}
   owners = attribution.owners(program)

@@ -19,13 +19,10 @@ Line = tuple[str, str, Sequence[Any]]
 def compiled(
   chips: Sequence[str], cell: str, lines: Sequence[Line], rows: readme.Rows
 ) -> str:
-  """Kernels of a static table.
+  """Kernels of a static table, a column per chip.
 
-  Args:
-    chips: columns.
-    cell: how a row is written, a format.
-    lines: (kernel, label of its shapes, shapes).
-    rows: by kernel, chip and shape.
+  A cell is a format of a row. Lines are (kernel, label of its shapes, shapes),
+  and rows are found by kernel, chip and shape.
   """
   keyed = {(row["kernel"], row["chip"], row["shape"]): row for row in rows}
   used, written, last = [], [], ""

@@ -80,14 +80,9 @@ def _download(folder: pathlib.Path) -> None:
 def write(
   wheels: Sequence[pathlib.Path], target: pathlib.Path
 ) -> dict[str, int]:
-  """Writes documents as JSON lines.
+  """Writes the documents of wheels, by their names, as JSON lines.
 
-  Args:
-    wheels: in the order of their names.
-    target: file to write.
-
-  Returns:
-    Number and bytes of documents, and files left out, by reason.
+  Returns the number and bytes of documents, and of files left out, by reason.
   """
   counts = dict(documents=0, bytes=0, size=0, encoding=0, copies=0)
   lines_seen = set[bytes]()

@@ -37,9 +37,7 @@ def contrasts(
 ) -> dict[tuple[str, str], Contrast]:
   """The contrasts of which both arms have two common seeds or more.
 
-  Args:
-    rows: of runs.
-    column: with the losses.
+  A column has the losses.
   """
   losses = pairs.losses(rows, "arm", column)
   level = 1 - ERROR

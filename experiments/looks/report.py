@@ -113,9 +113,7 @@ OBSERVATIONS: Mapping[str, Callable[[np.ndarray, float], Any]] = {
 def observed(weights: Any, entropies: Any) -> list[float]:
   """Means of all observations over reads with at least three sources.
 
-  Args:
-    weights: of each read; absent sources are None.
-    entropies: of each read.
+  Absent sources have the weight None.
   """
   reads = [
     (row, entropy)

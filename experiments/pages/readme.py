@@ -77,8 +77,7 @@ class Published:
   ) -> dict[pathlib.Path, str | bytes]:
     """Documents and figures, made from the rows.
 
-    Args:
-      adopted: rows that stand for those of a file, by its name.
+    Adopted rows, by the name of a file, replace its rows.
 
     Raises:
       ValueError: a document lacks a place.
@@ -122,10 +121,8 @@ class Published:
   ) -> None:
     """Puts rows into a file, each as soon as it is made, and publishes them.
 
-    Args:
-      rows: each replaces the one with the same cells of `key`.
-      key: columns.
-      out: another file than results.csv, whose rows are not published.
+    Each replaces the row with the same cells of `key`. Rows of another file
+    than results.csv are not published.
     """
     results = self.folder / "results.csv"
     path = pathlib.Path(out or results).absolute()
@@ -169,11 +166,8 @@ def _file(experiment: str, name: str) -> str | None:
 def fill(document: str, place: str, content: str) -> str:
   """The document with `content` between the two comments of a place.
 
-  Args:
-    document: with `<!-- place: the command that fills it -->` and, further
-      down, `<!-- /place -->`.
-    place: one word.
-    content: Markdown.
+  They are `<!-- place: the command that fills it -->`, the place in one word,
+  and, further down, `<!-- /place -->`.
 
   Raises:
     ValueError: there is no such place.
@@ -198,12 +192,9 @@ def text(*parts: str | page.Table | None) -> str:
 
 
 def origin(rows: Rows, runs: bool = False) -> str:
-  """Where rows come from: all machines, versions and commits, a sentence.
+  """Where rows come from: machines, versions and commits, a sentence.
 
-  Args:
-    rows: committed ones.
-    runs: whether they are runs of a sweep, whose seeds, hours and text come
-      first.
+  If they are runs of a sweep, their seeds, hours and text come first.
   """
 
   def each(column: str) -> str:

@@ -10,11 +10,8 @@ from attnres_jax.sweep import cli
 def experiment(file: str, doc: str | None, **others: Any) -> cli.Experiment:
   """The command of a module in the folder of an experiment.
 
-  Args:
-    file: of the module, run.py or another one.
-    doc: its docstring, which --help prints.
-    **others: fields that are others than config.py in the folder, runs/NAME,
-      and the defaults of `cli.Experiment`.
+  Its docstring is what --help prints. Fields that are not given are config.py
+  in the folder, runs/NAME, and the defaults of `cli.Experiment`.
   """
   path = pathlib.Path(file).absolute()
   name = path.parent.name

@@ -185,12 +185,8 @@ def forest(
 ) -> figure_lib.Figure:
   """Differences with intervals; hollow marks are the paper's.
 
-  Intervals far longer than others leave the picture.
-
-  Args:
-    study: of the rows.
-    rows: its own.
-    in_order: the smallest loss first, not the order of the study.
+  Intervals far longer than others leave the picture. In order, the smallest
+  loss is first, otherwise variants have the study's order.
   """
   apart = compare(study, rows).apart
   names = [name for name in study.variants if name in apart]

@@ -89,11 +89,8 @@ def output(
 ) -> jax.Array:
   """The output of a network, [B, D].
 
-  Args:
-    name: of a student; "static" for a teacher, whose scores are z / T.
-    parameters: of `student`.
-    x_BD: inputs.
-    readout: "raw" for h_{L+1}, "normalised" for its RMSNorm.
+  "static" names a teacher, whose scores are z / T. The readout is "raw" for
+  h_{L+1}, "normalised" for its RMSNorm.
   """
   read = _READS[name]
   values = [x_BD]
