@@ -15,11 +15,9 @@ SPLITS = (TRAIN, VALIDATION)
 
 
 class Document(NamedTuple):
-  """A text with the key whose hash may decide its split.
+  """A UTF-8 text with the key whose hash may decide its split.
 
-  Attributes:
-    key: the relative path of a file, or the hash of a record's text.
-    text: UTF-8 bytes.
+  The key is the relative path of a file, or the hash of a record's text.
   """
 
   key: str

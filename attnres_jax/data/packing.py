@@ -34,11 +34,9 @@ class DataError(config_lib.RunError):
 class Tokens:
   """Arrays of ids (in memory or in files) read as their concatenation.
 
-  Attributes:
-    arrays: of ids.
-    vocab_size: every id is smaller; checked whenever ids are read.
-    separator_id: the id that opens every document, or None if nothing does.
-    description: describes and identifies the content; can be saved as JSON.
+  Every id is below the vocabulary size, which is checked whenever ids are read.
+  The separator opens every document; None if nothing does. The description
+  identifies the content, and can be saved as JSON.
   """
 
   arrays: Sequence[Any]

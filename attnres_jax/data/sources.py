@@ -117,11 +117,8 @@ def open_text(
 class EncodedDocument(NamedTuple):
   """A document of a split in the form that token files have.
 
-  Attributes:
-    number: its position in the source.
-    split: that it belongs to.
-    text: UTF-8 bytes.
-    ids: the separator, then the document, in the smallest dtype.
+  The number is its position in the source. Ids are the separator, then the
+  document, in the smallest dtype.
   """
 
   number: int

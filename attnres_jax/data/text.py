@@ -24,12 +24,9 @@ _RECORDS_AT_ONCE = 256
 
 @dataclasses.dataclass
 class FileDocuments:
-  """The documents of files.
+  """The documents of files, in this order.
 
-  Attributes:
-    config: source, text field and the fraction held out.
-    files: in the order of their documents.
-    part: the split whose part of every text is read; "" for all of it.
+  `part` is the split whose part of every text is read; "" for all of it.
   """
 
   config: config_lib.DataConfig

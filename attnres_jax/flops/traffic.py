@@ -82,12 +82,7 @@ def _abstract(model: config_lib.ModelConfig) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """What decoding keeps.
-
-  Attributes:
-    token_bytes: per token of the sequence.
-    sequence_bytes: per sequence, independent of its length.
-  """
+  """What decoding keeps, per token of a sequence and besides per sequence."""
 
   token_bytes: int = 0
   sequence_bytes: int = 0

@@ -41,11 +41,9 @@ class Rows(NamedTuple):
 
 
 class Drawn(NamedTuple):
-  """One token of every row.
+  """One token of every row, int32, and its log-probability, float32.
 
-  Attributes:
-    token_B: int32.
-    logprob_B: float32, its log-probability by the network, without settings.
+  The latter is by the network, without settings.
   """
 
   token_B: jax.Array

@@ -62,13 +62,10 @@ class Request:
 
 
 class Token(NamedTuple):
-  """A token that was drawn.
+  """A token that was drawn for a request, by what `Engine.submit` returned.
 
-  Attributes:
-    request: what `Engine.submit` returned.
-    id: of the token.
-    logprob: its log-probability by the network, whatever the settings.
-    finish: why this is the last token of the request, or None.
+  Its log-probability is by the network, whatever the settings. `finish` says
+  why it is the last token of the request.
   """
 
   request: int

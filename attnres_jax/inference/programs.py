@@ -21,12 +21,9 @@ from attnres_jax.models.mixers import cache as cache_lib
 
 
 class State(NamedTuple):
-  """What is on the device.
+  """What is on the device: the caches and settings of all slots.
 
-  Attributes:
-    cache: of all slots.
-    token_B: the last token of each slot, which is not in the cache yet.
-    rows: settings of each slot.
+  The last token of each slot is not in its cache yet.
   """
 
   cache: cache_lib.Cache

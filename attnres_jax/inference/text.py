@@ -41,13 +41,7 @@ def request(
 
 
 class Piece(NamedTuple):
-  """More of a text.
-
-  Attributes:
-    index: of its prompt.
-    text: which may be empty.
-    finish: why this is the last piece, or None.
-  """
+  """More of the text of a prompt, maybe empty; `finish` tells why it ends."""
 
   index: int
   text: str

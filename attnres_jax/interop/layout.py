@@ -27,9 +27,7 @@ _LINEAR = dict(columns=1, transposed=True)
 class Names:
   """What families name differently.
 
-  Attributes:
-    prefix: of all names.
-    padded_a_log: KDA's A_log is a vector with zeros after its heads.
+  All names have the prefix. If A_log is padded, it has zeros after its heads.
   """
 
   prefix: str = ""

@@ -42,12 +42,8 @@ class TensorFileError(config_lib.RunError):
 class Tensor:
   """A tensor in a file, of which nothing was read yet.
 
-  Attributes:
-    file: its path.
-    name: in the file.
-    dtype: a name such as "BF16".
-    shape: of the tensor.
-    part: the tensor as `safetensors` reads it.
+  The dtype is a name such as "BF16". `part` is the tensor as `safetensors`
+  reads it.
   """
 
   file: pathlib.Path
@@ -142,13 +138,9 @@ def read_header(path: pathlib.Path) -> dict[str, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """A tensor to be written.
+  """A tensor to be written, in a dtype of `DTYPES`.
 
-  Attributes:
-    name: in the file.
-    dtype: a key of `DTYPES`.
-    shape: of the tensor.
-    make: returns it, in any dtype; called when its file is written.
+  `make` returns it, in any dtype; it is called when its file is written.
   """
 
   name: str

@@ -60,14 +60,9 @@ class Parameters(NamedTuple):
 class Placement:
   """Brings parameters to their ranks and back, within `shard_map`.
 
-  Attributes:
-    mesh: with an axis `stage`.
-    layout: which sublayers each chunk has.
-    kinds: of all sublayers.
-    specs: how each parameter is sharded between steps, a tree like the model.
-    dtypes: in which each parameter is sent if it is sharded within the step:
-      that of its products with activations; a tree like the model.
-    gather_when: `pipeline.gather` of the config.
+  Specs say how each parameter is sharded between steps, and dtypes in which it
+  is sent if it is sharded within the step: that of its products with
+  activations. Both are trees like the model. `kinds` has one of each sublayer.
   """
 
   mesh: Mesh

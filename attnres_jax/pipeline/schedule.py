@@ -48,13 +48,9 @@ class Unit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-  """When every unit runs. Within a tick, a rank runs forward, then backward.
+  """When every unit runs: ticks are int32 [C, M].
 
-  Attributes:
-    layout: chunks, ranks and blocks.
-    num_microbatches: M.
-    forward_ticks: int32 [C, M].
-    backward_ticks: int32 [C, M].
+  Within a tick, a rank runs forward, then backward.
   """
 
   layout: Layout

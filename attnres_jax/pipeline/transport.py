@@ -46,12 +46,8 @@ class Message(NamedTuple):
 class Transport:
   """Sends messages between neighbouring ranks at every tick.
 
-  Attributes:
-    layout: chunks and blocks.
-    rule: which blocks are sent.
-    axis: mesh axis of the ranks.
-    block: shape and dtype of a block representation; None without blocks.
-    partial: shapes and dtypes of a running state; None if there is none.
+  `block` and `partial` have the shapes and dtypes of a block representation and
+  of a running state; None if there are none.
   """
 
   layout: layout_lib.Layout

@@ -28,11 +28,8 @@ _CONTROL_NAME = re.compile(
 class Array:
   """An array result, or part of a tuple.
 
-  Attributes:
-    dtype: as in HLO.
-    dims: sizes.
-    in_hbm: whether it is in HBM, rather than in a memory of the core.
-    padded: sizes in whole tiles, if these are counted.
+  It is in HBM, or else in a memory of the core. If whole tiles are counted, it
+  is padded to these sizes.
   """
 
   dtype: str
@@ -51,14 +48,9 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One line of a computation.
+  """One line of a computation: results, names of operands, attributes.
 
-  Attributes:
-    place: its computation, and its name in there.
-    op: what it does, as in HLO.
-    arrays: its results.
-    operands: names of instructions.
-    attributes: the rest of the line.
+  Its place is its computation and its name in there.
   """
 
   place: tuple[str, str]

@@ -41,9 +41,8 @@ Losses = Mapping[str, Mapping[int, float]]
 class Spread(NamedTuple):
   """How far the differences of pairs scatter.
 
-  Attributes:
-    deviation: standard deviation of one pair's difference, nats per token.
-    freedom: degrees of freedom of this estimate.
+  The standard deviation of one pair's difference, in nats per token, has these
+  degrees of freedom.
   """
 
   deviation: float
