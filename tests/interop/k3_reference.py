@@ -6,6 +6,7 @@ used.
 """
 
 import numpy as np
+from scipy import special
 
 CODES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -24,15 +25,6 @@ def decoded(packed, scales):
 
 def norm(x, gain, eps):
   return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * gain
-
-
-def sigmoid(x):
-  return 1 / (1 + np.exp(-x))
-
-
-def softmax(x, axis):
-  weight = np.exp(x - x.max(axis=axis, keepdims=True))
-  return weight / weight.sum(axis=axis, keepdims=True)
 
 
 class Network:
@@ -85,7 +77,7 @@ class Network:
     """Softmax over depth of <w, RMSNorm(v) g>."""
     query = self.at(name + "_proj.weight")[0]
     scores = [self.normed(v, name + "_norm") @ query for v in sources]
-    weights = softmax(np.stack(scores), axis=0)
+    weights = special.softmax(np.stack(scores), axis=0)
     return sum(w[:, None] * v for w, v in zip(weights, sources))
 
   def mlp(self, x, form, names):
@@ -93,13 +85,13 @@ class Network:
     g, u = self.linear(x, gate), self.linear(x, up)
     most = self.text["activation_situ_beta"]
     up_most = self.text["activation_situ_linear_beta"]
-    hidden = most * np.tanh(g / most) * sigmoid(g)
+    hidden = most * np.tanh(g / most) * special.expit(g)
     return self.linear(hidden * up_most * np.tanh(u / up_most), down)
 
   def moe(self, x, at):
     text = self.text
     low = self.linear(x, at + "routed_expert_down_proj")
-    scores = sigmoid(self.linear(x, at + "gate"))
+    scores = special.expit(self.linear(x, at + "gate"))
     biased = scores + self.at(at + "gate.e_score_correction_bias")
     least = np.sort(biased, axis=1)[:, -text["num_experts_per_token"], None]
     chosen = np.where(biased >= least, scores, 0.0)
@@ -130,8 +122,8 @@ class Network:
       k = np.concatenate([kv[:, n, :nope], both[:, rank:]], axis=1)
       scores = q[:, n] @ k.T / np.sqrt(k.shape[1])
       scores = np.where(np.tri(count, dtype=bool), scores, -np.inf)
-      outputs.append(softmax(scores, axis=1) @ kv[:, n, nope:])
-    gate = sigmoid(self.linear(x, at + "g_proj"))
+      outputs.append(special.softmax(scores, axis=1) @ kv[:, n, nope:])
+    gate = special.expit(self.linear(x, at + "g_proj"))
     return self.linear(gate * np.concatenate(outputs, axis=1), at + "o_proj")
 
   def kda(self, x, at):
@@ -147,7 +139,7 @@ class Network:
       mixed = sum(
         padded[i : i + count] * taps[:, i] for i in range(taps.shape[1])
       )
-      return (mixed * sigmoid(mixed)).reshape(count, heads, head)
+      return (mixed * special.expit(mixed)).reshape(count, heads, head)
 
     def unit(a):
       return a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6)
@@ -156,9 +148,11 @@ class Network:
     raw = self.linear(self.linear(x, at + "f_a_proj"), at + "f_b_proj")
     raw = (raw + self.at(at + "dt_bias")).reshape(count, heads, head)
     rate = np.exp(self.at(at + "A_log")[:heads, None])
-    decay = np.exp(shape["gate_lower_bound"] * sigmoid(rate * raw))
-    beta = sigmoid(self.linear(x, at + "b_proj"))
-    gate = sigmoid(self.linear(x, at + "g_proj")).reshape(count, heads, head)
+    decay = np.exp(shape["gate_lower_bound"] * special.expit(rate * raw))
+    beta = special.expit(self.linear(x, at + "b_proj"))
+    gate = special.expit(self.linear(x, at + "g_proj")).reshape(
+      count, heads, head
+    )
     rows = []
     for n in range(heads):
       state, outputs = np.zeros((head, head)), []

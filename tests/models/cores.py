@@ -17,10 +17,6 @@ def weights(module):
   return jax.tree.map(lambda w: np.asarray(w, np.float64), state)
 
 
-def sigmoid(x):
-  return 1 / (1 + np.exp(-x))
-
-
 def assert_close(actual, expected, tolerance=1e-5):
   """Equal, up to a fraction of the largest number."""
   scale = np.abs(expected).max()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
@@ -60,11 +61,11 @@ def _definition(module, x_BTD):
     g, u = x @ gate, x @ up
     if module.activation.name == "situ":
       g_bounded, u = 0.5 * np.tanh(g / 0.5), 0.7 * np.tanh(u / 0.7)
-      return (g_bounded * cores.sigmoid(g) * u) @ down
-    return (g * cores.sigmoid(g) * u) @ down
+      return (g_bounded * special.expit(g) * u) @ down
+    return (g * special.expit(g) * u) @ down
 
   def one_token(x):
-    score = cores.sigmoid(x @ weights["router"])
+    score = special.expit(x @ weights["router"])
     biased = score + weights["selection_bias"]
     order = np.argsort(-biased, kind="stable")
     low = x @ weights["latent_down"] if "latent_down" in weights else x

@@ -4,16 +4,15 @@
 from flax import nnx
 import jax
 import numpy as np
+from scipy import special
+
+from tests.models import trunks
 
 
 def array(parameter):
   if isinstance(parameter, nnx.Variable):
     parameter = parameter[...]
   return np.asarray(parameter, np.float64)
-
-
-def rms_norm(x, eps=1e-6):
-  return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def logits(model, tokens, segments=None):
@@ -27,14 +26,14 @@ def logits(model, tokens, segments=None):
       part = jax.tree.map(
         lambda a, n=n: np.asarray(a[n], np.float64), model.sublayers[kind]
       )
-      x = rms_norm(_read(model, values), config.norm_eps)
+      x = trunks.rms_norm(_read(model, values), config.norm_eps)
       x = x * array(part.norm.gain)
       if kind == "mlp":
         values.append(_mlp(part.core, x))
       else:
         y, first = _attention(part.core, x, first, config, segments)
         values.append(y)
-  h = rms_norm(_read(model, values), config.norm_eps)
+  h = trunks.rms_norm(_read(model, values), config.norm_eps)
   h = h * array(model.final_norm.gain)
   raw = h @ (table.T if config.tie_embeddings else array(model.embedding.head))
   cap = config.logit_soft_cap
@@ -60,9 +59,7 @@ def _read(model, values):
     size = -(-config.num_sublayers // config.residual.num_blocks)
   values, queries = sources(values, size), model.residual.queries
   u = array(queries.query)[l] * array(queries.gain)[l]
-  weight = np.exp([rms_norm(v, config.norm_eps) @ u for v in values])
-  weight /= weight.sum(0)
-  return sum(w[..., None] * v for w, v in zip(weight, values))
+  return trunks.attend(u, values, config.norm_eps)
 
 
 def _mlp(core, x):
@@ -77,7 +74,7 @@ def _attention(core, x, first, config, segments):
     if bias is not None:
       y = y + array(bias)
     if jax.tree.leaves(norm):
-      y = rms_norm(y, config.norm_eps) * array(norm.gain)
+      y = trunks.rms_norm(y, config.norm_eps) * array(norm.gain)
     return y
 
   query, key, value = map(project, ("query", "key", "value"))
@@ -88,7 +85,7 @@ def _attention(core, x, first, config, segments):
     query, key = (
       _rotate(a, config.rope_theta, config.rope) for a in (query, key)
     )
-  mixed = _attend(query, key, value, segments)
+  mixed = attend(query, key, value, segments)
   y = np.einsum("btnh,nhd->btd", mixed, array(core.output))
   y = y if core.output_bias is None else y + array(core.output_bias)
   return y, first
@@ -124,7 +121,8 @@ def _scaled(frequency, rope):
   return (1 - share) * frequency / rope.factor + share * frequency
 
 
-def _attend(query, key, value, segments):
+def attend(query, key, value, segments):
+  """Causal attention within segments [B, T]; groups of heads share a key."""
   batch, length, heads, width = query.shape
   group = heads // key.shape[2]
   out = np.zeros((batch, length, heads, value.shape[-1]))
@@ -132,6 +130,5 @@ def _attend(query, key, value, segments):
     k = n // group
     seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
     scores = key[b, seen, k] @ query[b, t, n] / width**0.5
-    weight = np.exp(scores - max(scores))
-    out[b, t, n] = (weight / weight.sum()) @ value[b, seen, k]
+    out[b, t, n] = special.softmax(scores) @ value[b, seen, k]
   return out

@@ -16,6 +16,7 @@ from attnres_kernels import platforms
 from tests import jaxprs
 from tests import tiers
 from tests import tiny_network
+from tests.models import reference
 
 BATCH, HEADS, WIDTH, VALUE = 2, 4, 6, 3
 
@@ -31,23 +32,6 @@ def _thirds(length):
   return jnp.stack([jnp.where(first, 1, 2), jnp.where(second, 1, 0)])
 
 
-def _definition(query, key, value, segments):
-  """In float64, with a key and a value per query head."""
-  query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-  repeats = query.shape[2] // key.shape[2]
-  key, value = (np.repeat(x, repeats, axis=2) for x in (key, value))
-  logits = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(WIDTH)
-  t, s = np.indices(logits.shape[2:])
-  mask = np.broadcast_to(s <= t, (BATCH, *t.shape))
-  if segments is not None:
-    segments = np.asarray(segments)
-    mask = mask & (segments[:, :, None] == segments[:, None, :])
-  logits = np.where(mask[:, None], logits, -np.inf)
-  weight = np.exp(logits - logits.max(-1, keepdims=True))
-  weight /= weight.sum(-1, keepdims=True)
-  return np.einsum("bnts,bsnv->btnv", weight, value)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
   "length,tile,kv_heads",
@@ -59,9 +43,10 @@ def test_is_its_definition(length, tile, kv_heads, packed):
   actual = jax.jit(causal_attention.attend, static_argnames="tile")(
     *arrays, segments, tile=tile
   )
-  np.testing.assert_allclose(
-    actual, _definition(*arrays, segments), rtol=0, atol=2e-6
-  )
+  in_numpy = [np.asarray(array, np.float64) for array in arrays]
+  ids = np.zeros((BATCH, length)) if segments is None else segments
+  expected = reference.attend(*in_numpy, np.asarray(ids))
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -2,19 +2,22 @@
 """Kda against its definition, token by token in float64."""
 
 import dataclasses
-import math
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import mixers
 from tests import jaxprs
 from tests import tiny_network
+from tests.kernels import kda_test
+from tests.kernels import short_conv_test
 from tests.models import cores
+from tests.models import trunks
 
 BATCH, TOKENS, WIDTH, HEADS, HEAD = 2, 12, 24, 3, 8
 EPS = 1e-5
@@ -55,51 +58,34 @@ def _definition(module, x_TD):
   weights = cores.weights(module)
   x_TD = np.asarray(x_TD, np.float64)
 
-  def feature(name):
+  def feature(name, unit):
     raw_TNH = np.einsum("td,dnh->tnh", x_TD, weights[name])
+    before, ids = np.zeros((1, 3, HEADS, HEAD)), np.zeros((1, len(x_TD)))
     taps_KNH = weights[f"{name}_conv"]
-    mixed_TNH = np.zeros_like(raw_TNH)
-    for t in range(len(x_TD)):
-      for back in range(4):
-        if t - back >= 0:
-          mixed_TNH[t] += taps_KNH[3 - back] * raw_TNH[t - back]
-    return mixed_TNH * cores.sigmoid(mixed_TNH)
+    return short_conv_test.oracle(raw_TNH[None], taps_KNH, before, ids, unit)[0]
 
-  def unit(x_TNH):
-    return x_TNH / np.sqrt((x_TNH**2).sum(-1, keepdims=True) + 1e-6)
-
-  q_TNH, k_TNH = unit(feature("query")), unit(feature("key"))
-  v_TNH = feature("value")
+  q_TNH, k_TNH = feature("query", True), feature("key", True)
+  v_TNH = feature("value", False)
   if "value_norm" in weights:
-    rms_TN1 = np.sqrt((v_TNH**2).mean(-1, keepdims=True) + EPS)
-    v_TNH = v_TNH / rms_TN1 * weights["value_norm"]["gain"]
+    v_TNH = trunks.rms_norm(v_TNH, EPS) * weights["value_norm"]["gain"]
   low_TR = x_TD @ weights["decay_down"]
   raw_TNH = np.einsum("tr,rnh->tnh", low_TR, weights["decay_up"])
   raw_TNH, rate_N1 = raw_TNH + weights["dt_bias"], np.exp(weights["a_log"])
   rate_N1 = rate_N1[:, None]
-  alpha_TNH = np.exp(-rate_N1 * np.log1p(np.exp(raw_TNH)))
+  log_TNH = -rate_N1 * np.log1p(np.exp(raw_TNH))
   if bound := module.decay_bound:
-    alpha_TNH = np.exp(-bound * cores.sigmoid(rate_N1 * raw_TNH))
-  beta_TN = cores.sigmoid(x_TD @ weights["beta"])
+    log_TNH = -bound * special.expit(rate_N1 * raw_TNH)
+  beta_TN = special.expit(x_TD @ weights["beta"])
   if "gate" in weights:
     gate_TNH = np.einsum("td,dnh->tnh", x_TD, weights["gate"])
   else:
     gate_TR = x_TD @ weights["gate_down"]
     gate_TNH = np.einsum("tr,rnh->tnh", gate_TR, weights["gate_up"])
-  gate_TNH = cores.sigmoid(gate_TNH)
-  y_TD = np.zeros_like(x_TD)
-  for n in range(HEADS):
-    state_HV = np.zeros((HEAD, HEAD))
-    for t in range(len(x_TD)):
-      k_H = k_TNH[t, n]
-      remove_HH = np.eye(HEAD) - beta_TN[t, n] * np.outer(k_H, k_H)
-      state_HV = remove_HH @ np.diag(alpha_TNH[t, n]) @ state_HV
-      state_HV += beta_TN[t, n] * np.outer(k_H, v_TNH[t, n])
-      o_V = state_HV.T @ q_TNH[t, n] / math.sqrt(HEAD)
-      rms = np.sqrt((o_V**2).mean() + EPS)
-      o_V = gate_TNH[t, n] * (o_V / rms * weights["out_norm"]["gain"])
-      y_TD[t] += o_V @ weights["output"][n]
-  return y_TD
+  gate_TNH = special.expit(gate_TNH)
+  row = (a[None] for a in (q_TNH, k_TNH, v_TNH, log_TNH, beta_TN))
+  (o_TNH,), _ = kda_test.oracle(*row, np.zeros((1, HEADS, HEAD, HEAD)))
+  o_TNH = trunks.rms_norm(o_TNH, EPS) * weights["out_norm"]["gain"]
+  return np.einsum("tnh,nhd->td", gate_TNH * o_TNH, weights["output"])
 
 
 _extend = jax.jit(

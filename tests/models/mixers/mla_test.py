@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mla against its definition in float64, and its forms against each other."""
 
-import math
-
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import special
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import mixers
@@ -15,6 +14,7 @@ from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.residuals import base
 from tests import tiny_network
 from tests.models import cores
+from tests.models import reference
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 12, 24, 3
 RANK, OWN, SHARED, VALUE = 10, 6, 4, 5
@@ -80,20 +80,18 @@ def _definition(module, x_TD):
   asking_TC = x_TD
   if "query_down" in weights:
     asking_TC = norm("query_latent_norm", x_TD @ weights["query_down"])
-  y_TD = np.zeros_like(x_TD)
+  heads = []
   for n in range(HEADS):
     query_TH = norm("query_norm", asking_TC @ weights["query"][:, n])
     expanded_TC = latent_TR @ weights["expand"][:, n]
     key_TH = np.concatenate([expanded_TC[:, :OWN], shared_TH], axis=1)
-    value_TV = expanded_TC[:, OWN:]
-    for t in range(len(x_TD)):
-      score_S = key_TH[: t + 1] @ query_TH[t] / math.sqrt(OWN + SHARED)
-      weight_S = np.exp(score_S - score_S.max())
-      mixed_V = weight_S / weight_S.sum() @ value_TV[: t + 1]
-      if "gate" in weights:
-        mixed_V = mixed_V * cores.sigmoid(x_TD[t] @ weights["gate"][:, n])
-      y_TD[t] += mixed_V @ weights["output"][n]
-  return y_TD
+    heads.append((query_TH, key_TH, expanded_TC[:, OWN:]))
+  stacked = [np.stack(parts, axis=1)[None] for parts in zip(*heads)]
+  (mixed_TNV,) = reference.attend(*stacked, np.zeros((1, len(x_TD))))
+  if "gate" in weights:
+    gate_TNV = np.einsum("td,dnv->tnv", x_TD, weights["gate"])
+    mixed_TNV = mixed_TNV * special.expit(gate_TNV)
+  return np.einsum("tnv,nvd->td", mixed_TNV, weights["output"])
 
 
 @jax.jit

@@ -5,6 +5,7 @@ from flax import nnx
 import jax
 import numpy as np
 import pytest
+from scipy import special
 
 from attnres_jax.models.residuals import mrla
 from tests.models import trunks
@@ -56,8 +57,7 @@ def _base(sublayers, parameters, embedding, period=4):
         _dot(q, _heads(_over_channels(outputs[s], p.key[s]))[h]) / HEAD**0.5
         for s in group
       ])  # fmt: skip
-      weight = np.exp(score - score.max(axis=0))
-      weight = weight / weight.sum(axis=0)
+      weight = special.softmax(score, axis=0)
       values = [_heads(_over_tokens(outputs[s], p.value[s]))[h] for s in group]
       heads.append(sum(w * v for w, v in zip(weight, values)))
     x = x + np.concatenate(heads, axis=-1)
