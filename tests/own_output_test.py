@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 import pytest
 
 from attnres_jax.common import command_line
-from attnres_jax.flops import __main__ as flops_command
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
 from experiments.cost import report
 from experiments.cost import run as cost_run
-from tests import tiny_run
 from tests.fuzz import laws
 from tests.sweep import tiny_sweep
 
@@ -62,11 +60,6 @@ def _collect(path, sweep):
   return cli.main(tiny_sweep.EXPERIMENT, argv)
 
 
-def _flops(path, sweep):
-  config = f"--config={tiny_run.ROOT / tiny_run.SPEC}"
-  return flops_command.main([config, f"--json={path}"])
-
-
 def _cost(path, sweep):
   row = dict.fromkeys(report.KEYS, "a")
   with mock.patch.object(cost_run, "vectors", lambda: [row]):
@@ -79,7 +72,6 @@ OUTPUTS: dict = {
   functools.partial(_launch, "skypilot"): "task.yaml",
   functools.partial(_launch, "jobset"): "queue.yaml",
   _collect: "rows.csv",
-  _flops: "numbers.json",
   _cost: "costs.csv",
 }
 

@@ -3,46 +3,30 @@ r"""Parameters, FLOPs and bytes of a config, without building its network.
 
   python -m attnres_jax.flops --config=configs/kimi_linear.py:size=48b
   python -m attnres_jax.flops --config=configs/kimi_linear.py:size=194m \
-    --config.model.moe.num_experts=512 --config.model.moe.dense_layers=0 \
-    --json=194m.json
+    --config.model.moe.num_experts=512 --config.model.moe.dense_layers=0
 
 Takes the same `--config` flags as training.
 """
 
 import argparse
 from collections.abc import Sequence
-import json
 import sys
 
 from attnres_jax.common import command_line
-from attnres_jax.common import files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Prints the tables of a config; returns the exit status."""
   parser = command_line.Parser("python -m attnres_jax.flops", __doc__)
   parser.add_config()
-  parser.add_argument(
-    "--json", help="also write the numbers there; - prints only the numbers"
-  )
   return command_line.run(_report, parser.parse_args(argv))
 
 
 def _report(options: argparse.Namespace) -> None:
   config = command_line.load_config(options.config)
-  marks = ("schemes", "totals")
-  if options.json not in ("-", "", None):
-    files.check_output("--json", options.json, marks)
   from attnres_jax.flops import report
 
-  numbers = report.make_report(config)
-  text = json.dumps(numbers, indent=2) + "\n"
-  if options.json == "-":
-    sys.stdout.write(text)
-    return
-  print(report.to_text(numbers))
-  if options.json:
-    files.write_output("--json", options.json, text, marks)
+  print(report.to_text(report.make_report(config)))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@ r"""Whether a config fits a pod, what bounds its step, and what it sends.
 
   python -m attnres_jax.plan --config=configs/lm.py:size=large \
     --config.mesh.data=1 --config.mesh.fsdp=16 --topology=v5e:4x4
-  python -m attnres_jax.plan ... --topology=v5p-128 --num_slices=2 \
-    --json=report.json
+  python -m attnres_jax.plan ... --topology=v5p-128 --num_slices=2
   python -m attnres_jax.plan ... --step=decode
   python -m attnres_jax.plan ... --until=schedule
 
@@ -21,18 +20,13 @@ not fit.
 
 import argparse
 from collections.abc import Sequence
-import json
 import sys
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
-from attnres_jax.common import files
 from attnres_jax.common import plans
 from attnres_jax.common import topology
 from attnres_jax.config import fields
-
-# Keys of every report.
-_MARKS = ("fits",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,14 +61,11 @@ def make_parser() -> command_line.Parser:
     when=("step", ("train",)),
     help="where to stop the compiler",
   )
-  add("--json", help="also write the numbers to this file")
   parser.add_plans()
   return parser
 
 
 def _report(options: argparse.Namespace) -> int:
-  if options.json:
-    files.check_output("--json", options.json, _MARKS)
   if not options.topology:
     raise config_lib.ConfigError(
       "--topology: missing, expected a slice such as v5e:4x4, or h100-8"
@@ -95,9 +86,6 @@ def _report(options: argparse.Namespace) -> int:
   else:
     plan = report.make_report(config, devices, options.step)
   print(text_lib.to_text(plan))
-  if options.json:
-    text = json.dumps(plan, indent=2)
-    files.write_output("--json", options.json, text + "\n", _MARKS)
   return 0 if plan["fits"] else 1
 
 

@@ -11,12 +11,12 @@ from tests.plan import small
 
 
 @pytest.mark.needs("libtpu")
-def test_what_fits(tmp_path):
+def test_what_fits():
   """Without output from libtpu."""
-  file, fields = tmp_path / "report.json", small.FIELDS | {"mesh.data": 4}
+  fields = small.FIELDS | {"mesh.data": 4}
   done = subprocess.run(
     [
-      sys.executable, "-m", "attnres_jax.plan", f"--json={file}",
+      sys.executable, "-m", "attnres_jax.plan",
       "--config=configs/lm.py:size=tiny", "--step=decode",
       "--topology=v5e:2x2",
       *(f"--config.{name}={value}" for name, value in fields.items()),
@@ -27,4 +27,3 @@ def test_what_fits(tmp_path):
   assert done.returncode == 0 and not done.stderr
   _, text = done.stdout.split("decode step on 4 TPU v5 lite")
   assert "headroom" in text
-  assert file.read_text().count('"fits": true') == 1
