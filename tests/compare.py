@@ -13,12 +13,14 @@ def error(actual: Any, expected: Any) -> float:
   return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
 
-def trees(actual: Any, expected: Any, tolerance: float) -> None:
-  """Asserts equal leaves, up to a part of each one's largest number plus 1."""
-  actual, expected = map(jax.tree.leaves, (actual, expected))
-  assert len(actual) == len(expected) > 0
-  for a, b in zip(actual, expected):
-    a, b = np.asarray(a), np.asarray(b)
-    assert a.dtype == b.dtype
-    atol = tolerance * (1 + np.abs(b).max())
-    np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+def trees(
+  actual: Any, expected: Any, tolerance: float, plus: float = 1.0
+) -> None:
+  """Asserts equal leaves, up to a part of each one's largest number `plus`."""
+  flat = jax.tree.leaves_with_path(actual)
+  assert flat
+  for (path, a), b in zip(flat, jax.tree.leaves(expected), strict=True):
+    a, b, where = np.asarray(a), np.asarray(b), jax.tree_util.keystr(path)
+    assert a.dtype == b.dtype, where
+    atol = tolerance * (plus + np.abs(b).max())
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=where)

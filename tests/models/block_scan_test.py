@@ -15,6 +15,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import block_scan
 from attnres_jax.models import trunk
 from attnres_jax.train import train_state
+from tests import compare
 from tests import jaxprs
 from tests import tiny_network
 from tests.models import trunks
@@ -64,7 +65,7 @@ def test_rows_are_appended_as_one_by_one(steps):
     )
     value, pull = jax.vjp(run, *given)
     results.append((value, pull(jnp.asarray(cotangent))))
-  _assert_equal(*results)
+  compare.trees(*results, 1e-12)
 
 
 def test_rows_are_saved_once():
@@ -137,13 +138,7 @@ def test_scan_is_unrolled(num_sublayers, remat, block_size, kinds, fields):
     results.append(gradient(layers, module, embedding))
     scans.append(jaxprs.count(("scan",), value, layers, module, embedding))
   assert scans[0] == (1 if kinds is None else 2)
-  _assert_equal(*results)
-
-
-def _assert_equal(*results, atol=1e-12):
-  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-    scale = 1 + np.abs(np.asarray(b)).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=atol * scale)
+  compare.trees(*results, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -186,8 +181,7 @@ def test_networks(name, tokens, mesh):
     results.append(jax.device_get(result))
   (loss, gradient), (expected_loss, expected) = results
   np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-  for a, b in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+  compare.trees(gradient, expected, 1e-5, plus=0)
   if is_block:
     assert np.abs(expected.residual.queries.query[...]).max() > 1e-6
 

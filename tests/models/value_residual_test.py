@@ -14,6 +14,7 @@ from attnres_jax.models import segments
 from attnres_jax.models.mixers import attention as attention_lib
 from attnres_jax.models.mixers import probe
 from attnres_jax.optimizer import qk_clip
+from tests import compare
 from tests import jaxprs
 from tests import tiny_network
 from tests.models import reference
@@ -98,10 +99,7 @@ def test_unrolled_with_checkpoints_nothing_changes():
   other = _with(scan_layers=False, remat="full")
   (_, again), same = _loss_and_gradient(other, TOKENS)
   np.testing.assert_allclose(again, logits, atol=1e-4)
-  flat, _ = jax.tree_util.tree_flatten_with_path(gradient)
-  for (path, a), b in zip(flat, jax.tree.leaves(same), strict=True):
-    where, size = jax.tree_util.keystr(path), 1e-6 + np.abs(a).max()
-    np.testing.assert_allclose(b, a, rtol=0, atol=3e-4 * size, err_msg=where)
+  compare.trees(same, gradient, 3e-4, plus=1e-6)
 
 
 def test_the_first_mixer_is_apart_in_a_scan():

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of depth reads against loops over heads and sources."""
 
-import jax
 import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
+from tests import compare
 from tests import tiers
 from tests import tiny_network
 from tests.models import reference
@@ -86,11 +86,7 @@ def test_gradients_of_two_phases_are_those_of_the_definition(name, options):
   for form in FORMS:
     module = _scheme(name, form, **options)
     results.append(trunks.value_and_grad(layers, module, embedding))
-  leaves = [jax.tree.leaves(result) for result in results]
-  assert len(leaves[0]) == len(leaves[1])
-  for a, b in zip(*leaves):
-    scale = 1 + np.abs(np.asarray(b)).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * scale)
+  compare.trees(*results, 1e-11)
 
 
 def test_queries_and_null_sources_start_at_zero():
