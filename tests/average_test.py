@@ -9,6 +9,7 @@ from attnres_jax.common import sharding
 from attnres_jax.train import checkpoint
 from attnres_jax.train import metrics
 from attnres_jax.train import train_state
+from tests import compare
 from tests import tiny_run
 
 
@@ -62,15 +63,10 @@ def test_mean_of_the_last_weights(fields, tmp_path):
   first = train_state.make_program(
     config, sharding.make_mesh(config.mesh)
   ).init_state()
-  for a, b in zip(
-    jax.tree.leaves(states[3].average), jax.tree.leaves(first.model)
-  ):
-    np.testing.assert_array_equal(a, b)
+  compare.trees(states[3].average, first.model, 0)
   # What is sampled and exported is what was evaluated.
   for step, model in ((3, states[3].model), (6, states[6].average)):
-    average = map(jax.tree.leaves, (loaded[step], model))
-    for a, b in zip(*average, strict=True):
-      np.testing.assert_array_equal(a, b)
+    compare.trees(loaded[step], model, 0)
   rows = metrics.read_rows(tmp_path, "validation")
   assert ["last_weights_loss" in row for row in rows] == [False, True, True]
   assert rows[-1]["loss"] != rows[-1]["last_weights_loss"]
@@ -86,6 +82,4 @@ def test_a_resumed_run_has_the_same_average(fields, tmp_path):
   _at(part, 5, config)
   (part / "summary.json").unlink()
   tiny_run.train_here(part, fields)
-  resumed = _state(part, config)
-  for a, b in zip(jax.tree.leaves(resumed), jax.tree.leaves(unbroken)):
-    np.testing.assert_array_equal(a, b)
+  compare.trees(_state(part, config), unbroken, 0)

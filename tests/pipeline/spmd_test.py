@@ -20,6 +20,7 @@ from attnres_jax.models.residuals import prenorm
 from attnres_jax.train import checkpoint
 from attnres_jax.train import saves
 from attnres_jax.train import train_state
+from tests import compare
 from tests import tiny_network
 from tests.pipeline import networks
 
@@ -158,8 +159,7 @@ def test_a_step_and_its_checkpoint(tmp_path):
     with saves.Saver(tmp_path / name, config_lib.CheckpointConfig()) as saver:
       saver.save(1, state, {"data": None})
     saved = checkpoint.restore_latest(tmp_path / name, program.abstract_state)
-    for a, b in zip(jax.tree.leaves(saved.state), jax.tree.leaves(state)):
-      np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
+    compare.trees(saved.state, state, 0)
     return saved.state
 
   first = programs[0].init_state()

@@ -304,9 +304,8 @@ def test_step_that_is_not_finite_changes_nothing():
   assert not np.isfinite(row["loss"])
   assert (state.step, state.skipped) == (2, 1)
   for part in ("model", "opt_state"):
-    same, old = (jax.tree.leaves(getattr(s, part)) for s in (state, before))
-    for a, b in zip(same, old):
-      np.testing.assert_array_equal(a, b)
+    both = (getattr(s, part) for s in (state, before))
+    jax.tree.map(np.testing.assert_array_equal, *both)
 
   state = jax.device_put(state, sharding.replicated(program.mesh))
   after, (row,) = _run(config, [good], state)
