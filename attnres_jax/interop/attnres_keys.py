@@ -5,6 +5,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
+from flax import traverse_util
+
 from attnres_jax import config as config_lib
 from attnres_jax.interop import config_table as table
 from attnres_jax.interop import layout
@@ -63,7 +65,7 @@ def _write_network(config: config_lib.ModelConfig) -> dict[str, Any]:
   )
   for kind in config.sublayer_kinds:
     config_lib.choose("model.mixers", kind, layout.KINDS)
-  nested = table.nested(_values(config))
+  nested = traverse_util.unflatten_dict(_values(config), sep=".")
   classes = {"AutoConfig": "AttnResConfig", "AutoModelForCausalLM": CLASS}
   return {name: table.get(config, f) for name, f in _GENERIC.items()} | {
     "network": nested,

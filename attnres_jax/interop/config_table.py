@@ -10,7 +10,10 @@ refuses a network that is then another one, whichever field was lost.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import operator
 from typing import Any, NamedTuple, NoReturn
+
+from flax import traverse_util
 
 from attnres_jax import config as config_lib
 from attnres_jax.config import fields as kinds
@@ -253,27 +256,14 @@ def check_same(
 
 def build(fields: Mapping[str, Any]) -> config_lib.ModelConfig:
   """The network with these fields, by dotted name."""
-  run = {"model": nested(fields), "data": {"tokenizer": "ids"}}
+  nested = traverse_util.unflatten_dict(fields, sep=".")
+  run = {"model": nested, "data": {"tokenizer": "ids"}}
   return config_lib.build_run_config(run).model
-
-
-def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Fields by dotted name as objects in objects."""
-  tree: dict[str, Any] = {}
-  for name, value in fields.items():
-    *parents, leaf = name.split(".")
-    node = tree
-    for parent in parents:
-      node = node.setdefault(parent, {})
-    node[leaf] = value
-  return tree
 
 
 def get(config: Any, field: str) -> Any:
   """The value of a field, by dotted name."""
-  for name in field.split("."):
-    config = getattr(config, name)
-  return config
+  return operator.attrgetter(field)(config)
 
 
 def network(config: config_lib.ModelConfig) -> config_lib.ModelConfig:

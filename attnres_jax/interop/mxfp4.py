@@ -9,6 +9,7 @@ columns / 32], both bytes (spec: interop section 1).
 
 from collections.abc import Collection, Iterator, Mapping
 
+import ml_dtypes
 import numpy as np
 
 from attnres_jax.interop import tensor_files
@@ -16,10 +17,6 @@ from attnres_jax.interop import tensor_files
 GROUP = 32
 _PACKED, _SCALE = "_packed", "_scale"
 _BYTES = ("U8",)
-# Scales are powers of two with this bias; the last code is no number.
-_BIAS, _NOT_A_NUMBER = 127, 255
-_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_VALUES = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 
 
 def is_packed(name: str, tensors: Collection[str]) -> bool:
@@ -75,10 +72,8 @@ def decode(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
   A scale that is no number gives such values.
   """
-  count = len(packed)
   codes = np.stack([packed & 15, packed >> 4], axis=-1)
-  values = _VALUES[codes].reshape(count, -1, GROUP)
-  powers = scales.astype(np.int32)[..., None] - _BIAS
-  decoded = np.ldexp(values, powers)
-  decoded[scales == _NOT_A_NUMBER] = np.nan
-  return decoded.reshape(count, -1)
+  values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+  powers = scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+  groups = values.reshape(len(packed), -1, GROUP) * powers[..., None]
+  return groups.reshape(len(packed), -1)
