@@ -40,7 +40,7 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _MAX_UNKNOWN = 3
 # How many earlier ids a decoder looks at: the text of a token may depend on
 # them, and bytes of one character on each other.
-_CONTEXT = 1024
+_CONTEXT = 512
 _IMPORTED = "interop.json"
 # In order of preference. Of a run of ours, config.json has none of the keys.
 _CONFIGS = "generation_config.json", _IMPORTED, "config.json"
@@ -106,7 +106,8 @@ class Decoder:
   All released pieces together are the text of all ids minus what the text of
   those before has in common with it. So a first piece keeps the space that its
   token begins with, bytes of a character wait for each other, and a character
-  that begins in the ids before belongs to the first piece.
+  that begins in the ids before belongs to the first piece. Each call decodes
+  the last ids again.
   """
 
   def __init__(
@@ -116,7 +117,7 @@ class Decoder:
     self._tokenizer = tokenizer
     self._ids = list(before[-_CONTEXT:])
     self._before = tokenizer.decode(self._ids)
-    # Characters of the text of all ids; None until some are released.
+    # Characters of the text of these ids; None until some are released.
     self._shown: int | None = None
 
   def add(self, id: int) -> str:
@@ -131,7 +132,7 @@ class Decoder:
     return self._release(0)
 
   def _release(self, most_unknown: int) -> str:
-    text = self._tokenizer.decode(self._ids)
+    decoded = text = self._tokenizer.decode(self._ids)
     shown = self._shown
     if shown is None:  # What is in common depends on what follows.
       shown = len(os.path.commonprefix([self._before, text]))
@@ -140,6 +141,9 @@ class Decoder:
     more = text[shown:]
     if more:
       self._shown = len(text)
+    if more and text == decoded and len(self._ids) > 2 * _CONTEXT:
+      self._ids = self._ids[-_CONTEXT:]
+      self._shown = len(self._tokenizer.decode(self._ids))
     return more
 
 

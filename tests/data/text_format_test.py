@@ -194,6 +194,19 @@ def test_a_prompt_may_end_inside_a_character(kind, tmp_path):
     assert inside  # Else no cut was inside a character.
 
 
+def test_long_texts_are_decoded_in_parts(checkpoint, monkeypatch):
+  monkeypatch.setattr(text_format_lib, "_CONTEXT", 8)
+  theirs, ours = checkpoint
+  before, later = (
+    theirs(text)["input_ids"] for text in ("the ", "".join(_SCRIPTS))
+  )
+  _check_stream(theirs, ours, before, later)
+  decoder = ours.decoder(before)
+  for id in later:
+    decoder.add(id)
+  assert len(decoder._ids) < len(later) / 2
+
+
 def test_ids_text_and_pieces_are_those_of_transformers(checkpoint):
   _check(checkpoint, 20, seed=1)
 
