@@ -224,7 +224,8 @@ class Pipeline:
     with scopes.part(scopes.HEAD):
       h_PUD = jax.lax.all_to_all(shares(h_BTD), sharding.STAGE, 0, 0)
       share = jax.tree.map(lambda a: shares(a)[rank][None], microbatch)
-      return self.stage.network.loss_sums(h_PUD[-1:], head_DV, share)
+      config = self.stage.network.config
+      return loss_lib.loss_sums(config, h_PUD[-1:], head_DV, share)
 
   def run_unit(
     self,
@@ -347,7 +348,8 @@ def _state_shapes(
   )
   shared = placement_lib.Shared.of(model)
   blocks, shapes = (), []
-  partial = jax.eval_shape(network.embed, shared, batch)
+  encode = lambda embedding, tokens: embedding.encode(tokens)
+  partial = jax.eval_shape(encode, model.embedding, tokens)
   for chunk in range(layout.num_chunks - 1):
     kinds = network.kinds(chunk)
     sublayers = {

@@ -95,19 +95,6 @@ class Network:
     shape = *microbatch.inputs.shape, self.config.model.width
     return jnp.zeros(shape, self.config.model.dtype)
 
-  def embed(self, shared: Shared, microbatch: loss_lib.Examples) -> jax.Array:
-    """The embedding [B, T, D], with which the first chunk begins."""
-    return shared.embedding.encode(microbatch.inputs)
-
-  def loss_sums(
-    self,
-    h_BTD: jax.Array,
-    head_DV: jax.Array,
-    microbatch: loss_lib.Examples,
-  ) -> loss_lib.LossSums:
-    """The loss of final states, of some tokens of a microbatch."""
-    return loss_lib.loss_sums(self.config, h_BTD, head_DV, microbatch)
-
   def run(
     self,
     chunk: int,
@@ -327,7 +314,7 @@ class Stage:
   ) -> tuple[tuple[jax.Array, ...], Any]:
     layout = self.transport.layout
     if chunk == 0:
-      return (), self.network.embed(work.shared, work.microbatch)
+      return (), work.shared.embedding.encode(work.microbatch.inputs)
     where = self._slots(self.blocks, chunk, work)
     blocks = tuple(cache.blocks[where[b]] for b in layout.reads(chunk))
     if not layout.has_partial(chunk):
