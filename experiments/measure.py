@@ -16,12 +16,9 @@ K = TypeVar("K")
 
 
 class Seconds(NamedTuple):
-  """Times of one call, in seconds.
+  """Wall-clock time of one call, and processor time of all threads.
 
-  Attributes:
-    wall: wall-clock time.
-    cpu: processor time of all threads of this process, which other processes
-      affect less.
+  Other processes affect the latter less.
   """
 
   wall: float

@@ -20,11 +20,7 @@ def printable(text: str) -> str:
 
 
 class _Printable:
-  """A stream, of which everything that is written is `printable`.
-
-  Attributes:
-    unfiltered: the stream.
-  """
+  """A stream, of which everything that is written is `printable`."""
 
   def __init__(self, stream: Any):
     self.unfiltered = stream

@@ -43,11 +43,9 @@ _TRUTHS = ("false", "true", "0", "1", "no", "yes")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """A config as a command line names it.
+  """A config as a command line names it: a spec, see `split_spec`, and fields.
 
-  Attributes:
-    spec: FILE:ARGUMENTS, see `split_spec`.
-    fields: dotted field name to its value as text, of --config.FIELD=VALUE.
+  Fields are dotted names with their values as text, of --config.FIELD=VALUE.
   """
 
   spec: str

@@ -26,12 +26,9 @@ from attnres_jax.train import account
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-  """A sweep on one slice.
+  """A sweep on one slice, such as v5e-8: chip-hours of each run with a plan.
 
-  Attributes:
-    slice_name: as in the file of plans, such as v5e-8.
-    hours: chip-hours of each run that has a plan, by its name.
-    missing: the names of all other runs.
+  Names of all other runs are missing.
   """
 
   slice_name: str

@@ -63,11 +63,9 @@ _NAME = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class Index(records.Record):
-  """The list of runs of a sweep.
+  """The names of a sweep's runs, in order.
 
-  Attributes:
-    runs: their names, in order.
-    source: the config file that made them, with its argument.
+  The source is the config file that made them, with its argument.
   """
 
   runs: tuple[_NAME, ...]

@@ -111,9 +111,8 @@ def write(workdir: epath.PathLike, state: State) -> None:
 class Attempt:
   """A run that this process holds; keeps its state up to date until it ends.
 
-  Attributes:
-    claim: of the run's folder, for the training code.
-    number: of the attempt, from 1.
+  Attempts are numbered from 1. The claim of the run's folder is for the
+  training code.
   """
 
   def __init__(

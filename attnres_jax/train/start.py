@@ -22,12 +22,7 @@ from attnres_jax.train import train_state
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """A checkpoint to start from.
-
-  Attributes:
-    run: its folder.
-    step: of the checkpoint.
-  """
+  """The step of a checkpoint in a run's folder, to start from."""
 
   run: str
   step: int

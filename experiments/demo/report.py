@@ -35,9 +35,8 @@ _BATCH = 16
 class Look(NamedTuple):
   """The inside of one trained network.
 
-  Attributes:
-    depth_weights: of a scheme that attends over depth, else None.
-    magnitudes: of one batch.
+  It has depth weights only if its scheme attends over depth. Magnitudes are of
+  one batch.
   """
 
   depth_weights: analysis.DepthWeights | None

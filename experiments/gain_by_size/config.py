@@ -20,13 +20,9 @@ from configs import paired
 
 
 class Size(NamedTuple):
-  """A network, and what it reads in a step.
+  """A network, and what it reads in a step: rows of `LENGTH` tokens.
 
-  Attributes:
-    width: of the residual stream.
-    layers: transformer blocks.
-    block_size: sublayers that Block AttnRes sums.
-    batch: rows of `LENGTH` tokens.
+  Block AttnRes sums `block_size` sublayers.
   """
 
   width: int

@@ -42,13 +42,9 @@ _KEY = "variant", "seed", "series"
 
 
 class Network(NamedTuple):
-  """A finished run.
+  """A finished run of a variant, with the weights of its last checkpoint.
 
-  Attributes:
-    variant: its name in the study.
-    seed: of weights and data.
-    model: with the weights of its last checkpoint.
-    tokens_BT: the first rows of its validation split, inputs and targets.
+  Tokens are the first rows of its validation split, inputs and targets.
   """
 
   variant: str

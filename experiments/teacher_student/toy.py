@@ -33,16 +33,9 @@ Parameters = dict[str, jax.Array]
 
 
 class Sizes(NamedTuple):
-  """Sizes of networks, data and training.
+  """Sizes D, L and F of networks, of data and training.
 
-  Attributes:
-    width: D.
-    layers: L.
-    hidden: F.
-    train_rows: of the teacher's data.
-    test_rows: further rows, for the losses that are reported.
-    batch: rows per step.
-    steps: of Adam, at a constant rate.
+  Losses that are reported are of further rows. Adam has a constant rate.
   """
 
   width: int = 32
@@ -125,12 +118,8 @@ _READS: Mapping[str, Callable[[Parameters, Sequence[jax.Array]], jax.Array]] = {
 class Task(NamedTuple):
   """The outputs of a teacher, and the student's first parameters.
 
-  Attributes:
-    x_BD: inputs of training and test rows.
-    y_BD: the teacher's outputs.
-    scale: 1 over the variance of y, in which losses are measured.
-    first: parameters of the student.
-    order: key of the batches.
+  Inputs are rows of training and test. The scale is 1 over the variance of y,
+  in which losses are measured. `order` is the key of the batches.
   """
 
   x_BD: jax.Array
