@@ -17,9 +17,11 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import platforms
+from attnres_kernels import problems
 from attnres_kernels import token_walk
 from attnres_kernels.depth_attention import shapes
-from tests.kernels import depth_attention_test
+from tests import compare
+from tests.kernels import operators_test
 
 NEW = jax.__version_info__ >= (0, 12)
 needs_new = pytest.mark.needs("jax>=0.12")  # Mosaic GPU
@@ -29,7 +31,6 @@ ONE_QUERY = shapes.Shape("one_query", 1, 3, 8192, 7168)
 HUGE = (shapes.Shape("huge", 1, 1, 2**18 + 8, 8192),)
 # Eight queries at a time leave one for the last round.
 LAST_ALONE = shapes.Shape("last_alone", 57, 1, 8, 128)
-EPS, NORM_EPS = 1e-6, 1e-3
 gpu = functools.partial(depth_attention, implementation="pallas_gpu")
 
 
@@ -63,9 +64,24 @@ def assert_close(actual, exact, name):
   np.testing.assert_array_less(error / scale, tolerance, err_msg=name)
 
 
-def in_float64(function, *arrays):
+def problem_of(name, dtype, *sizes):
+  """Of an operator: queries, sources, tokens and width."""
+  shape = shapes.Shape("gpu", *sizes)
+  return problems.OPERATORS[name].build(
+    shape, dtype, problems.draws(shape.width)
+  )
+
+
+def check(problem):
+  """Values and all gradients against the definition in float64."""
+  given = problems.arguments(problem)
+  run = functools.partial(problems.results, problem)
+  with interpreted():
+    actual = run("pallas_gpu", *given)
   with jax.enable_x64(True):
-    return function(*jax.tree.map(lambda x: x.astype(jnp.float64), arrays))
+    exact = run("reference", *(x.astype("float64") for x in given))
+  for name, value in actual.items():
+    assert_close(value, exact[name], name)
 
 
 @needs_new
@@ -81,61 +97,35 @@ class TestAttention:
     ],
   )
   def test_separate_sources(self, queries, sources, width, dtype):
-    self.check(*self.make(queries, sources, 2, width, dtype))
+    check(problem_of("depth_attention", dtype, queries, sources, 2, width))
 
   @pytest.mark.parametrize("width", [1024, 200])
   def test_blocks_of_several_tokens(self, width, monkeypatch):
     """Sums over tokens; at the first width, sources are in two groups."""
     monkeypatch.setattr(token_walk, "BLOCKS", 2)
     assert 6 > token_walk.Tiles(1024).most
-    self.check(*self.make(2, 6, 5, width, "float32"))
+    check(problem_of("depth_attention", "float32", 2, 6, 5, width))
 
   @pytest.mark.parametrize("case", ["large", "equal", "zero"])
   def test_adversarial(self, case):
-    query, sources, cotangents = self.make(1, 3, 2, 128, "float32")
+    problem = problem_of("depth_attention", "float32", 1, 3, 2, 128)
+    query, first, *others = problem.arrays
     if case == "large":
-      query = query * 3e3
-    elif case == "equal":
-      sources = jnp.broadcast_to(sources[:1], sources.shape)
+      query = query * 6e3
     else:
-      sources = sources.at[1:].set(0)
-    self.check(query, sources, cotangents)
-
-  def make(self, queries, sources, tokens, width, dtype):
-    rng = np.random.default_rng(width)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    return (
-      draw(queries, width) * 0.2,
-      draw(sources, tokens, width).astype(dtype),
-      (draw(queries, tokens, width).astype(dtype), draw(queries, tokens)),
-    )
-
-  def check(self, query, sources, cotangents):
-    with interpreted():
-      values, vjp = jax.vjp(
-        functools.partial(gpu, eps=EPS), query, tuple(sources)
-      )
-      dquery, dsources = vjp(cotangents)
-    exact = depth_attention_test.exact(query, sources, *cotangents)
-    actual = *values, dquery, jnp.stack(dsources)
-    names = "out", "lse", "dquery", "dsources"
-    for a, b, name in zip(actual, exact, names, strict=True):
-      assert_close(a, b, name)
+      others = [first if case == "equal" else 0 * x for x in others]
+    check(problem._replace(arrays=(query, first, *others)))
 
   def test_vmap_over_a_batch(self):
-    arrays = self.make(2, 2, 3, 128, "float32")
-    query, (sources, dout, dlse) = arrays[0], (arrays[1], *arrays[2])
-
-    def run(f):
-      values, vjp = jax.vjp(f, query, *sources[:, :, None])
-      return values, vjp((dout[:, :, None], dlse[:, :, None]))
-
-    plain = lambda query, *sources: gpu(query, sources)
+    problem = problem_of("depth_attention", "float32", 2, 2, 3, 128)
+    query, *first = problems.arguments(problem)
+    batch = [jnp.stack([x, jnp.flip(x, axis=-1)]) for x in first]
+    run = functools.partial(problems.results, problem, "pallas_gpu", query)
     with interpreted():
-      expected = run(plain)
-      got = run(jax.vmap(plain, in_axes=(None, 0, 0), out_axes=1))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
-      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+      expected = [run(*(x[i] for x in batch)) for i in range(2)]
+      actual = jax.vmap(run)(*batch)
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
+    compare.trees(actual, expected, 1e-5)
 
   @pytest.mark.parametrize("width", (128, 512))
   def test_lowers_when_rematerialized(self, width):
@@ -210,98 +200,44 @@ def test_the_automatic_choice_knows_the_gpu(kind, tokens, chosen):
   assert ("depth_attention_forward" in text) == chosen
 
 
-def merge_oracle(out, lse, query, totals, gain):
-  """One softmax over all log-weights; then, with a gain, the pre-norm."""
-  totals = jnp.stack(totals)
-  mean_square = jnp.mean(totals**2, axis=-1)
-  scores = jnp.sum(query[None, None] * totals, axis=-1) / jnp.sqrt(
-    mean_square + EPS
-  )
-  # The mixture counts alone (lse = inf), or is empty (-inf), or shares.
-  finite = jnp.where(jnp.isinf(lse), 0, lse)
-  shares = jax.nn.softmax(jnp.concatenate([finite[None], scores]), axis=0)[0]
-  share = jnp.where(jnp.isinf(lse), jnp.heaviside(lse, 0), shares)[:, None]
-  weights = jax.nn.softmax(scores, axis=0)[..., None]
-  mixed = share * out + (1 - share) * jnp.sum(weights * totals, axis=0)
-  if gain is not None:
-    mean_square = jnp.mean(mixed**2, axis=-1, keepdims=True)
-    mixed = mixed / jnp.sqrt(mean_square + NORM_EPS) * gain[None]
-  return mixed
+def merge_of(dtype, width, number=1):
+  """With tokens that are the first of a block, or have an empty mixture."""
+  problem = problem_of("depth_merge_norm", dtype, 1, number, 5, width)
+  out, lse, query, *rest = problem.arrays
+  lse = lse.at[1].set(jnp.inf).at[2].set(-jnp.inf)
+  if number == 1:  # With the norm, and alone.
+    merges = functools.partial(operators_test.merges, None)
+    problem = problem._replace(function=merges)
+  return problem._replace(arrays=(out, lse, query, *rest))
 
 
 @needs_new
 class TestMerge:
   @pytest.mark.parametrize(
-    "width,dtype,gain",
+    "width,dtype",
     [
-      pytest.param(384, "float32", True, id="two_tiles"),
-      pytest.param(200, "bfloat16", True, id="overlap"),
-      pytest.param(129, "float32", True, id="odd"),
-      pytest.param(256, "bfloat16", False, id="bare"),
+      pytest.param(384, "float32", id="two_tiles"),
+      pytest.param(200, "bfloat16", id="overlap"),
+      pytest.param(129, "float32", id="odd"),
     ],
   )
-  def test_values_and_cotangents(self, width, dtype, gain):
-    self.check(self.make(width, dtype, gain))
+  def test_values_and_cotangents(self, width, dtype):
+    check(merge_of(dtype, width))
 
   @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
   @pytest.mark.parametrize("number,width", [(2, 200), (7, 128)])
   def test_several_partial_sums(self, number, width, dtype):
-    self.check(self.make(width, dtype, True, number))
+    check(merge_of(dtype, width, number))
 
   @pytest.mark.parametrize("number", [1, 2])
   def test_blocks_of_several_tokens(self, number, monkeypatch):
     monkeypatch.setattr(token_walk, "BLOCKS", 2)
-    self.check(self.make(200, "float32", True, number))
+    check(merge_of("float32", 200, number))
 
   def test_large_scores(self):
-    arrays = self.make(128, "float32", True)
-    arrays["query"] *= 1e3
-    arrays["lse"] = arrays["lse"] * 1e3
-    self.check(arrays)
-
-  def make(self, width, dtype, gain, number=1):
-    rng = np.random.default_rng(width)
-    tokens = 5
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    wide = lambda: draw(tokens, width).astype(dtype)
-    arrays = {
-      "out": wide(),
-      # The first sublayer of a block, and a mixture of no source.
-      "lse": draw(tokens).at[1].set(jnp.inf).at[2].set(-jnp.inf),
-      "query": draw(width) * 0.3,
-      "partial": [wide() for _ in range(number)],
-    }
-    gains = {"gain": 1 + draw(width) * 0.3} if gain else {}
-    return arrays | gains | {"dmixed": wide()}
-
-  def check(self, arrays):
-    arrays = dict(arrays)
-    dmixed = arrays.pop("dmixed")
-
-    def run(function, arrays, dmixed):
-      mixed, vjp = jax.vjp(lambda given: function(**given), arrays)
-      return {"mixed": mixed} | {f"d{k}": v for k, v in vjp(dmixed)[0].items()}
-
-    def kernel(out, lse, query, partial, gain=None):
-      options = {"eps": EPS, "implementation": "pallas_gpu"}
-      if len(partial) == 1:
-        (partial,) = partial
-      if gain is None:
-        return depth_merge(out, lse, query, partial, **options)
-      return depth_merge_norm(
-        out, lse, query, partial, gain, norm_eps=NORM_EPS, **options
-      )
-
-    def exact(out, lse, query, partial, gain=None):
-      return merge_oracle(out, lse, query, partial, gain)
-
-    with interpreted():
-      got = run(kernel, arrays, dmixed)
-    expected = in_float64(functools.partial(run, exact), arrays, dmixed)
-    assert got.keys() == expected.keys()
-    for name, value in got.items():
-      for a, b in zip(*map(jax.tree.leaves, (value, expected[name]))):
-        assert_close(a, b, name)
+    problem = merge_of("float32", 128)
+    out, lse, query, *rest = problem.arrays
+    check(problem._replace(arrays=(out, 1e3 * lse, 3e3 * query, *rest)))
 
   @pytest.mark.parametrize("kind", KINDS)
   @pytest.mark.parametrize("width", (1168, 2304))

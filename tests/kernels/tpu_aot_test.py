@@ -4,6 +4,7 @@
 Needs libtpu but no TPU; skipped on machines without libtpu.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,8 +14,7 @@ import pytest
 from attnres_jax.common import topology
 from attnres_jax.plan import hlo
 from attnres_kernels import depth_attention
-from attnres_kernels import depth_merge
-from attnres_kernels import depth_merge_norm
+from attnres_kernels import problems
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.experts import pallas_tpu as experts
 
@@ -35,11 +35,6 @@ MAIN_CHIPS = [
 # Of each array: 2^31 elements and a last tile that is a part of one.
 HUGE = shapes.Shape("huge", 1, 1, 2**18 + 8, 8192)
 
-MERGES = {
-  "merge": lambda *a, **k: depth_merge(*a[:4], **k),
-  "merge_norm": lambda *a, **k: depth_merge_norm(*a, **k),
-}
-
 pytestmark = pytest.mark.needs("libtpu")
 
 
@@ -48,37 +43,29 @@ def device(chip):
   return topology.devices((CHIPS | OLDER)[chip])[0]
 
 
+def program(name, shape):
+  """Forward and backward of an operator, and the shapes of its arguments."""
+  draw = lambda *sizes, dtype="float32": jnp.zeros(sizes, dtype)
+  made = []
+
+  def build():
+    made.append(problems.OPERATORS[name].build(shape, "bfloat16", draw))
+    return made[0].arrays
+
+  def both(*arrays):
+    call = functools.partial(made[0].function, None)
+    values, pull = jax.vjp(call, *arrays)
+    return values, pull(values)
+
+  return both, [(x.shape, x.dtype) for x in jax.eval_shape(build)]
+
+
 def attention(shape):
-  """Forward and backward of one call, through the public function."""
-
-  def f(query, dout, *sources):
-    def g(query, *sources):
-      return depth_attention(query, sources, **shape.options)
-
-    (out, lse), vjp = jax.vjp(g, query, *sources)
-    return out, lse, vjp((dout, lse))
-
-  token = (shape.tokens, shape.width)
-  return f, [
-    ((shape.queries, shape.rank or shape.width), jnp.float32),
-    ((shape.queries, *token), None),
-    *[(token, None)] * shape.sources,
-  ]
+  return program("depth_attention", shape)
 
 
-def merge(shape, op):
-  def f(*arrays):
-    call = functools.partial(MERGES[op], rank=shape.rank)
-    result, vjp = jax.vjp(call, *arrays)
-    return result, vjp(result)
-
-  token = (shape.tokens, shape.width)
-  row = ((shape.width,), jnp.float32)
-  query = ((shape.rank or shape.width,), jnp.float32)
-  of_heads = (shape.heads,) if shape.heads > 1 else ()
-  lse = ((shape.tokens, *of_heads), jnp.float32)
-  wide = (token, None)
-  return f, [wide, lse, query, wide, row]
+def merge(shape):
+  return program("depth_merge_norm", dataclasses.replace(shape, sources=1))
 
 
 def compile_for(chip, function, arguments, dtype):
@@ -90,13 +77,6 @@ def compile_for(chip, function, arguments, dtype):
 
 
 class TestTpuCompile:
-  @pytest.mark.parametrize("chip", MAIN_CHIPS)
-  def test_merge_without_a_norm(self, chip):
-    shape = shapes.Shape("small", 1, 1, 200, 960)
-    text = compile_for(chip, *merge(shape, "merge"), "bfloat16")
-    for name in ("depth_merge_forward", "depth_merge_backward"):
-      assert name in text
-
   @pytest.mark.parametrize("op", ("attention", "merge"))
   def test_tiles_fit_the_vmem_of_v4(self, op):
     # Its larger tiles would need 20 MiB, and those of the merge 19.
@@ -104,7 +84,7 @@ class TestTpuCompile:
     function, arguments = attention(shape)
     if op == "merge":
       shape = shapes.Shape("large", 1, 1, 256, 6144)
-      function, arguments = merge(shape, "merge_norm")
+      function, arguments = merge(shape)
     mesh = jax.sharding.Mesh([device("v4")], ("chip",))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       text = compile_for("v4", function, arguments, "bfloat16")
@@ -157,7 +137,7 @@ class TestHeadsAndRank:
     moved = []
     for count in (1, heads):
       shape = shapes.Shape("bytes", 4, 5, 2048, 2048, count)
-      programs = attention(shape), merge(shape, "merge_norm")
+      programs = attention(shape), merge(shape)
       moved.append(
         [
           hlo.Program(compile_for("v5p", *f, "bfloat16")).hbm_bytes()
@@ -190,7 +170,7 @@ class TestNamedShapes:
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   @pytest.mark.parametrize("shape", (*shapes.MERGE, *HEADS))
   def test_merge(self, chip, shape):
-    text = compile_for(chip, *merge(shape, "merge_norm"), "bfloat16")
+    text = compile_for(chip, *merge(shape), "bfloat16")
     for name in ("depth_merge_forward", "depth_merge_backward"):
       assert name in text
 
@@ -202,7 +182,7 @@ class TestNamedShapes:
     if chip != "v5e":
       compile_for(chip, *attention(HUGE), "bfloat16")
     if chip in ("v5p", "tpu7x"):
-      compile_for(chip, *merge(HUGE, "merge_norm"), "bfloat16")
+      compile_for(chip, *merge(HUGE), "bfloat16")
 
 
 @pytest.mark.parametrize("chip", MAIN_CHIPS)
