@@ -155,6 +155,8 @@ def _backward(
   x, weight = residuals
   joined_x, joined_weight, axes = _joined(x, weight, axes, flat)
   dx, dweight = gradients(joined_x, joined_weight, dy, axes)
+  if flat:
+    dweight = _unsplit(dweight)
   dweight = dweight.reshape(weight.shape).astype(weight.dtype)
   return dx.reshape(x.shape), dweight
 
@@ -167,7 +169,18 @@ def _joined(
     return x, weight, axes
   size = math.prod(weight.shape[:axes])
   tokens = x.shape[: x.ndim - axes]
-  return x.reshape(*tokens, size), weight.reshape(size, -1), 1
+  weight = weight.reshape(size, -1)
+  if tokens[-1] > 1:  # Else the weight, which may have another layout, is more.
+    weight = _unsplit(weight)
+  return x.reshape(*tokens, size), weight, 1
+
+
+def _unsplit(weight: jax.Array) -> jax.Array:
+  """Keeps the compiler from splitting axes of activations as the weight's.
+
+  It would copy the activations into another order then.
+  """
+  return jax.lax.optimization_barrier(weight)
 
 
 def gradients(

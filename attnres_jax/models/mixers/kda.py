@@ -227,9 +227,10 @@ class Kda(attention.Mixer):
     low_BTR = linear.linear(x_BTD, self.decay_down[...])
     raw_BTI = _flat_product(low_BTR, self.decay_up[...], wide)
     beta_BTN = linear.linear(x_BTD, self.beta[...], 1, wide)
-    g_BTNH = _log_decay(
+    g_BTI = _log_decay(
       self.decay_bound, raw_BTI, self.a_log[...], self.dt_bias[...]
     )
+    g_BTNH = jnp.reshape(g_BTI, heads[0].shape)
     return *features, g_BTNH, jax.nn.sigmoid(beta_BTN)
 
   def _outputs(self, x_BTD: jax.Array, o_BTNH: jax.Array) -> jax.Array:
@@ -314,13 +315,11 @@ def _log_decay(
   bound: float, raw_BTI: jax.Array, a_log_N: jax.Array, dt_bias_NH: jax.Array
 ) -> jax.Array:
   biased_BTI = raw_BTI + _flat(dt_bias_NH, 0)[None, None]
-  heads, width = dt_bias_NH.shape
+  width = dt_bias_NH.shape[1]
   rate_I = jnp.repeat(jnp.exp(a_log_N), width)
   if bound:
-    g_BTI = -bound * jax.nn.sigmoid(rate_I[None, None] * biased_BTI)
-  else:
-    g_BTI = -rate_I[None, None] * jax.nn.softplus(biased_BTI)
-  return jnp.reshape(g_BTI, (*g_BTI.shape[:2], heads, width))
+    return -bound * jax.nn.sigmoid(rate_I[None, None] * biased_BTI)
+  return -rate_I[None, None] * jax.nn.softplus(biased_BTI)
 
 
 def _initial_a_log(key: jax.Array, num_heads: int) -> jax.Array:

@@ -115,7 +115,7 @@ class BlockAttnRes(tools.Blocks, depth_read.DepthAttention):
   def _opened(self, state: tools.BlockState) -> tuple[jax.Array, ...]:
     if state.partial_BTD is None:
       return ()
-    return (state.partial_BTD.astype(self.dtype),)
+    return (tools.narrowed(state.partial_BTD, self.dtype),)
 
 
 def _add(partial_BTD: jax.Array | None, y_BTD: jax.Array) -> jax.Array:

@@ -8,18 +8,22 @@ stream) go through `coefficient`, so that analysis can hold them fixed.
 
 from collections.abc import Callable, Sequence
 import contextlib
+import functools
 from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
 from jax import ad_checkpoint
+from jax.experimental import layout
 import jax.numpy as jnp
 
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
+from attnres_kernels import platforms
 
 # The name by which activation checkpointing recognises the running state.
 DEPTH_STATE = "depth_state"
+_LANES = 128  # Of a TPU.
 
 
 class BlockState(NamedTuple):
@@ -175,3 +179,24 @@ def save(x: jax.Array) -> jax.Array:
   recomputed once more.
   """
   return ad_checkpoint.checkpoint_name(x, DEPTH_STATE)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def narrowed(x_BTD: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+  """What a kernel reads of a sum, in this dtype.
+
+  Kernels have tokens in rows. If D is not a multiple of the lanes of a TPU,
+  everything else has tokens in lanes there. Left to itself, the compiler widens
+  the gradient that a kernel writes before it copies it.
+  """
+  return x_BTD.astype(dtype)
+
+
+@narrowed.defjvp
+def _narrowed_jvp(dtype, primals, tangents):
+  (x_BTD,), (dx_BTD,) = primals, tangents
+  dy_BTD = dx_BTD.astype(dtype)
+  if platforms.ambient_platform() == "tpu" and x_BTD.shape[-1] % _LANES:
+    tokens_in_lanes = layout.Layout(major_to_minor=(0, 2, 1))
+    dy_BTD = layout.with_layout_constraint(dy_BTD, tokens_in_lanes)
+  return narrowed(x_BTD, dtype), dy_BTD
