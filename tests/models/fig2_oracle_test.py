@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """AttnRes against the paper: Fig. 2 and Eq. 1-4 of arXiv:2603.15031."""
 
-import functools
-
 import jax
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import residuals
-from tests import compare
 from tests import tiers
 from tests.models import trunks
 
@@ -18,16 +15,11 @@ FORMS = ("two_phase", "one_softmax")
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-_run = jax.jit(trunks.run)
-
-
-def _check(name, num_sublayers, listing, **fields):
-  """h_out against what `listing` makes of sublayers, u and the embedding."""
-  layers, embedding = trunks.toy(num_sublayers)
-  module = trunks.scheme(name, num_sublayers, **fields)
-  sublayers = trunks.functions(layers, num_sublayers)
-  expected = listing(sublayers, trunks.folded(module), embedding)
-  compare.trees(_run(layers, module, embedding), expected, 1e-11)
+def _of(listing, **fields):
+  """The definition that a listing is, of u_l = w_l * g_l."""
+  return lambda sublayers, p, embedding: listing(
+    sublayers, p.queries.query * p.queries.gain, embedding, **fields
+  )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -41,8 +33,9 @@ def _check(name, num_sublayers, listing, **fields):
   first=3,
 )
 def test_outputs(listing, num_sublayers, size, form):
-  blocks = functools.partial(listing, block_size=size)
-  _check("block_attnres", num_sublayers, blocks, block_size=size, form=form)
+  fields = dict(block_size=size)
+  definition = _of(listing, **fields)
+  trunks.check("block_attnres", definition, num_sublayers, form=form, **fields)
 
 
 def test_kimi_k3_has_these_sources():
@@ -65,7 +58,7 @@ def test_kimi_k3_has_these_sources():
   first=2,
 )
 def test_full_attnres_is_equations_1_to_4(fields):
-  _check("full_attnres", 7, trunks.full_attnres, **fields)
+  trunks.check("full_attnres", _of(trunks.full_attnres), 7, **fields)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -79,11 +72,7 @@ def test_full_attnres_is_equations_1_to_4(fields):
   first=["block_attnres"],
 )
 def test_gradients(name, num_sublayers, fields, form):
-  def definition(module, sublayers, embedding):
-    assert module.two_phase == (form == "two_phase")
-    u = trunks.folded(module)
-    if name == "full_attnres":
-      return trunks.full_attnres(sublayers, u, embedding)
-    return trunks.fig2_per_sublayer(sublayers, u, embedding, **fields)
-
+  definition = _of(trunks.full_attnres)
+  if name == "block_attnres":
+    definition = _of(trunks.fig2_per_sublayer, **fields)
   trunks.check_gradients(name, definition, num_sublayers, form=form, **fields)

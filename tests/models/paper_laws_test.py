@@ -47,7 +47,8 @@ class TestReads:
       trunks.scheme(name, DEPTH, scale=1e6, **fields),
       trunks.outputs(DEPTH),
     )
-    u = trunks.folded(module)
+    queries = trunks.parameters(module).queries
+    u = queries.query * queries.gain
     for l, h in enumerate(_reads(module, values)):
       source = np.stack(reference.sources(values[: l + 1], size or 1))
       key = trunks.rms_norm(source, trunks.EPS)

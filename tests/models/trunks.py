@@ -186,8 +186,7 @@ def check_gradients(name, definition, num_sublayers, *, rtol=1e-9, **fields):
 
   Args:
     name: of the scheme, which gets random parameters.
-    definition: maps the scheme, f_1..f_L and the embedding to h_out, which are
-      complex along a slope.
+    definition: as of `check`; all numbers are complex along a slope.
     num_sublayers: L.
     rtol: of the slope along a random change of all parameters and of the
       embedding.
@@ -198,9 +197,9 @@ def check_gradients(name, definition, num_sublayers, *, rtol=1e-9, **fields):
   value, gradients = value_and_grad(layers, module, embedding, scan=False)
 
   def expected(layers, module, embedding):
-    return score(
-      definition(module, functions(layers, num_sublayers), embedding)
-    )
+    sublayers = functions(layers, num_sublayers)
+    start = np.asarray(embedding)
+    return score(definition(sublayers, parameters(module), start))
 
   arguments = [layers, module, embedding]
   exact = expected(*arguments)
@@ -248,12 +247,6 @@ def reads(module, values):
       carry = module.write(carry, slot, values[l + 1])
     state = module.close(state, carry, stop)
   return [*out, module.readout(state)]
-
-
-def folded(module):
-  """u_l = w_l * g_l of reads 1..L+1."""
-  query, gain = module.queries.query[...], module.queries.gain[...]
-  return np.asarray(query) * np.asarray(gain)
 
 
 def rms_norm(x, eps):

@@ -147,7 +147,7 @@ def test_is_its_definition(name, definition, fields):
   trunks.check(name, definition, **fields)
 
 
-def _dense(p, sublayers, embedding):
+def _dense(sublayers, p, embedding):
   """h_l = sum_i W_{i->l} v_i, with scalars or matrices."""
   values, used = [embedding], 0
   for f in [*sublayers, lambda h: h]:
@@ -161,7 +161,7 @@ def _dense(p, sublayers, embedding):
   return values[-1]
 
 
-def _dwa(p, sublayers, embedding):
+def _dwa(sublayers, p, embedding):
   """X_t = Block_t(Y_{t-1}), and Y_t = sum_j a_{t,j} X_j."""
   outputs, y, used = [embedding], embedding, 0
   for t in range(1, len(sublayers) // 2 + 1):
@@ -193,7 +193,7 @@ def _dynamic(p, l, streams):
   return alpha, beta, mix
 
 
-def _hyper_connections(coefficients, p, sublayers, embedding):
+def _hyper_connections(coefficients, sublayers, p, embedding):
   coefficients = functools.partial(coefficients, p)
   return trunks.many_streams(sublayers, coefficients, embedding, 3)
 
@@ -214,11 +214,7 @@ DYNAMIC = functools.partial(_hyper_connections, _dynamic)
   first=4,
 )
 def test_is_its_definition_with_its_gradients(name, definition, count, fields):
-  def of_module(module, sublayers, embedding):
-    parameters, start = trunks.parameters(module), np.asarray(embedding)
-    return definition(parameters, sublayers, start)
-
-  trunks.check_gradients(name, of_module, count, **fields)
+  trunks.check_gradients(name, definition, count, **fields)
 
 
 def test_starts():

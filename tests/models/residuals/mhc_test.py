@@ -44,16 +44,15 @@ STREAMS = 3
 MATRICES = {"mhc": (sinkhorn, 9), "mhc_lite": (permutations, 6)}
 
 
-def coefficients(name, module, l, streams):
+def coefficients(name, p, l, streams):
   m, (matrix, columns) = STREAMS, MATRICES[name]
   x = np.concatenate(streams, axis=-1)
   x = trunks.rms_norm(x, trunks.EPS)
-  if hasattr(module, "gain"):
-    x = x * (1 + np.asarray(module.gain[...])[l].ravel())
-  weight = np.asarray(module.projection[...])[l]
-  weight = weight.reshape(-1, weight.shape[-1])
-  scale = np.asarray(module.scale[...])[l].repeat([m, m, columns])
-  z = np.asarray(module.bias[...])[l] + scale * (x @ weight)
+  if hasattr(p, "gain"):
+    x = x * (1 + p.gain[l].ravel())
+  weight = p.projection[l].reshape(-1, p.projection.shape[-1])
+  scale = p.scale[l].repeat([m, m, columns])
+  z = p.bias[l] + scale * (x @ weight)
   mix = np.zeros((*z.shape[:2], m, m), complex)
   for token in np.ndindex(z.shape[:2]):
     mix[token] = matrix(m, z[token][2 * m :])
@@ -65,14 +64,11 @@ def coefficients(name, module, l, streams):
 @pytest.mark.usefixtures("float64")
 @tiers.parametrize("name", MATRICES, first=["mhc"])
 def test_is_its_definition_with_its_gradients(name):
-
-  def definition(module, sublayers, embedding):
+  def definition(sublayers, p, embedding):
+    of_site = functools.partial(coefficients, name, p)
+    is_mean = name == "mhc"
     return trunks.many_streams(
-      sublayers,
-      functools.partial(coefficients, name, module),
-      embedding,
-      STREAMS,
-      mean=name == "mhc",
+      sublayers, of_site, embedding, STREAMS, mean=is_mean
     )
 
   trunks.check_gradients(
