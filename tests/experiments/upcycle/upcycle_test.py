@@ -6,16 +6,13 @@ import dataclasses
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import models
 from attnres_jax.interop import upcycle
 from experiments.upcycle import run
 
 
 @pytest.mark.parametrize("arm", run.ARMS)
 def test_every_arm_begins_as_its_source(arm):
-  source = config_lib.load_config(f"{run.SOURCE},runlocal").model
-  residual = run.ARMS[arm][0]
-  if residual.name == "block_attnres":
-    read = dataclasses.replace(residual.read, scale="sum")
-    residual = dataclasses.replace(residual, read=read)
-  config = dataclasses.replace(source, residual=residual)
-  upcycle.check_begins_as_prenorm(config)
+  config = config_lib.load_config(f"{run.SOURCE},runlocal").model
+  model = models.build_model(dataclasses.replace(config, vocab_size=257))
+  assert upcycle.upcycle(model, run.ARMS[arm][0]).config != model.config
