@@ -137,11 +137,7 @@ def under(residual: ResidualConfig, name: str) -> ResidualConfig:
 
 
 def _options_of(name: str) -> type[ResidualConfig]:
-  """The class of a scheme's options.
-
-  Raises:
-    ConfigError: there is no such scheme; lists the schemes by family.
-  """
+  """The class of a scheme's options; else an error lists the schemes."""
   field = f"{_RESIDUAL}name"
   if (
     dotted.REGISTRY not in sys.modules

@@ -175,11 +175,7 @@ def _check(
 
 
 def _check_head(source: Source) -> None:
-  """Compares a head that is not needed with the embedding.
-
-  Raises:
-    TensorFileError: it has other values.
-  """
+  """Refuses a head that is not needed and differs from the embedding."""
   name = source.head.replace("lm_head", "model.embed_tokens")
   head, table = source.tensors[source.head], source.tensors[name]
   rows = table.shape[0]

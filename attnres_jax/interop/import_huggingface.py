@@ -151,8 +151,7 @@ def _separator(
 ) -> str:
   """What ends documents of further training; empty for the usual token.
 
-  Raises:
-    ConfigError: the network has fewer tokens than the vocabulary.
+  Refuses a vocabulary with more tokens than the network.
   """
   # This also checks what the files beside the vocabulary say.
   text_format = text_format_lib.of_checkpoint(config, folder)

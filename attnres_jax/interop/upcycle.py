@@ -100,11 +100,7 @@ def upcycle(
 def _network(
   config: config_lib.ModelConfig, flat: Mapping[str, Any]
 ) -> models.Transformer:
-  """The network with these leaves.
-
-  Raises:
-    ConfigError: it has others, of which nothing is known.
-  """
+  """The network with these leaves; refuses one that has others."""
   abstract = jax.eval_shape(lambda: models.build_model(config))
   if missing := sorted(trees.to_flat(abstract).keys() - flat.keys()):
     _fail(config, f"this one also has {missing[0]}")

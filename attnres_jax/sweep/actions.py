@@ -89,11 +89,7 @@ def _run(experiment: cli.Experiment, options: argparse.Namespace) -> int:
 
 
 def _check_data(runs: Sequence[grid.Run], offline: bool) -> None:
-  """Refuses runs whose text is too short or not of their vocabulary.
-
-  Raises:
-    ConfigError: naming the run, the field and what would be accepted.
-  """
+  """Refuses runs whose text is too short or not of their vocabulary."""
   checked = set()
   for run in runs:
     config = folder_lib.run_config(run)

@@ -172,11 +172,7 @@ class Place(records.Record):
 
 
 def _parse(line: bytes, where: object) -> dict[str, Any]:
-  """The row on a line.
-
-  Raises:
-    MetricsError: the line is not a row.
-  """
+  """The row on a line, or a MetricsError."""
   try:
     return config_lib.from_json(line, where, _checked)
   except config_lib.ConfigError as error:
