@@ -36,18 +36,6 @@ def unbroken(fields, tmp_path_factory):
   return workdir
 
 
-def _wait_until(process, condition, seconds=120):
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert process.poll() is None, tiny_run.kill(process)
-    assert time.monotonic() < deadline, "the run makes no progress"
-    time.sleep(0.001)
-
-
-def _wait_until_step(process, workdir, step):
-  _wait_until(process, lambda: tiny_run.last_step(workdir) >= step)
-
-
 def _last_save(workdir):
   return max(checkpoint.all_steps(workdir), default=0)
 
@@ -65,8 +53,8 @@ def _kill_during_save(workdir, fields):
   """Kills a run during a save; True if the save was interrupted."""
   process = tiny_run.start(workdir, fields)
   first = tiny_run.last_step(workdir)
-  _wait_until_step(process, workdir, first + 2)
-  _wait_until(process, lambda: _unfinished_saves(workdir))
+  tiny_run.wait_until(lambda: tiny_run.last_step(workdir) > first + 1, process)
+  tiny_run.wait_until(lambda: _unfinished_saves(workdir), process)
   _kill(process)
   return bool(_unfinished_saves(workdir))
 
@@ -75,7 +63,7 @@ def _stop(workdir, fields, kind):
   """Stops a run by a signal: every step taken is kept. Returns the last."""
   first = tiny_run.last_step(workdir)
   process = tiny_run.start(workdir, fields)
-  _wait_until_step(process, workdir, first + 3)
+  tiny_run.wait_until(lambda: tiny_run.last_step(workdir) > first + 2, process)
   process.send_signal(kind)
   out = tiny_run.finish(process, status=exits.Exit.STOPPED)
   stopped = tiny_run.events(workdir, "stopped")[-1]
@@ -110,7 +98,7 @@ def test_killed_run_ends_like_an_uninterrupted_one(fields, unbroken, tmp_path):
 def test_a_signal_during_compilation_ends_the_run_at_once(fields, tmp_path):
   # Programs that no cache has, so that there is something to compile.
   process = tiny_run.start(tmp_path, fields | {"model.width": 24})
-  _wait_until(process, lambda: (tmp_path / "metrics.jsonl").exists())
+  tiny_run.wait_until(lambda: (tmp_path / "metrics.jsonl").exists(), process)
   process.send_signal(signal.SIGTERM)
   sent = time.monotonic()
   tiny_run.finish(process, status=-signal.SIGTERM)

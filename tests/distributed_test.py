@@ -58,7 +58,7 @@ def test_two_processes_stop_and_die_together_and_equal_one(
 
   # SIGTERM to the process that is not the writer stops both.
   processes = tiny_run.start_two(two, endless | first)
-  tiny_run.wait_for_rows(two, processes)
+  tiny_run.wait_until(lambda: tiny_run.last_step(two), *processes)
   processes[1].send_signal(signal.SIGTERM)
   outputs = [
     tiny_run.finish(process, quiet=False, status=exits.Exit.STOPPED)

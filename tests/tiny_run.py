@@ -129,14 +129,14 @@ def start_two(workdir, fields):
   ]  # fmt: skip
 
 
-def wait_for_rows(workdir, processes, seconds=400, after=0):
-  """Waits until training has logged a step after `after`."""
+def wait_until(condition, *processes, seconds=400):
+  """Waits until something holds, while all processes run."""
   deadline = time.monotonic() + seconds
-  while last_step(workdir) <= after:
+  while not condition():
     for process in processes:
       assert process.poll() is None, kill(process)
     assert time.monotonic() < deadline, "the run makes no progress"
-    time.sleep(0.01)
+    time.sleep(0.001)
 
 
 def last_step(workdir):
@@ -154,7 +154,7 @@ def one_of_two_dies(workdir, fields, after=0):
   """
   endless = fields | ENDLESS | {"checkpoint.every_steps": 0}
   processes = start_two(workdir, endless)
-  wait_for_rows(workdir, processes, after=after)
+  wait_until(lambda: last_step(workdir) > after, *processes)
   processes[1].kill()
   try:
     status = processes[0].wait(60)

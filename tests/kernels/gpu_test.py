@@ -22,6 +22,7 @@ from attnres_kernels import token_walk
 from attnres_kernels.depth_attention import shapes
 from tests import compare
 from tests.kernels import operators_test
+from tests.kernels import tpu_aot_test
 
 NEW = jax.__version_info__ >= (0, 12)
 needs_new = pytest.mark.needs("jax>=0.12")  # Mosaic GPU
@@ -46,6 +47,16 @@ def lower(kind, function, *arguments):
   with jax.sharding.use_abstract_mesh(mesh):
     staged = jax.jit(function).trace(*arguments)
     return staged.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def check_lowers(kind, name, shape):
+  """Both passes of an operator, whose gradient may be plain JAX."""
+  function, arguments = tpu_aot_test.program(name, shape, "pallas_gpu")
+  text = lower(kind, function, *(jax.ShapeDtypeStruct(*a) for a in arguments))
+  forward, backward = problems.OPERATORS[name].kernels["backward"]
+  assert forward in text
+  # Gradients of many wide queries do not fit in shared memory.
+  assert (backward in text) == (shape.queries * shape.width <= 22_500)
 
 
 def interpreted():
@@ -150,7 +161,7 @@ class TestAttention:
     ],
   )
   def test_lowers(self, kind, shape):
-    self.lower(kind, shape)
+    check_lowers(kind, "depth_attention", shape)
 
   @pytest.mark.parametrize("kind", KINDS)
   @pytest.mark.parametrize(
@@ -163,23 +174,7 @@ class TestAttention:
   )
   @pytest.mark.slow
   def test_lowers_every_shape(self, kind, shape):
-    self.lower(kind, shape)
-
-  def lower(self, kind, shape):
-    struct = jax.ShapeDtypeStruct
-    query = struct((shape.queries, shape.width), jnp.float32)
-    source = struct((shape.tokens, shape.width), jnp.bfloat16)
-    sources = (source,) * shape.sources
-
-    def step(query, sources):
-      values, vjp = jax.vjp(gpu, query, sources)
-      return vjp(values)
-
-    text = lower(kind, step, query, sources)
-    assert "depth_attention_forward" in text
-    # Gradients of many wide queries do not fit in shared memory.
-    fits = shape.queries * shape.width <= 22_500
-    assert ("depth_attention_backward" in text) == fits
+    check_lowers(kind, "depth_attention", shape)
 
 
 @needs_new
@@ -240,28 +235,16 @@ class TestMerge:
     check(problem._replace(arrays=(out, 1e3 * lse, 3e3 * query, *rest)))
 
   @pytest.mark.parametrize("kind", KINDS)
-  @pytest.mark.parametrize("width", (1168, 2304))
-  def test_lowers(self, kind, width):
-    self.lower(kind, 4096, width)
-
-  @pytest.mark.parametrize("kind", KINDS)
-  @pytest.mark.slow
-  def test_lowers_more_than_2_to_31_elements(self, kind):
-    self.lower(kind, HUGE[0].tokens // 2, HUGE[0].width)
-
-  def lower(self, kind, tokens, width):
-    wide = jax.ShapeDtypeStruct((2, tokens, width), jnp.bfloat16)
-    lse = jax.ShapeDtypeStruct((2, tokens), jnp.float32)
-    vector = jax.ShapeDtypeStruct((width,), jnp.float32)
-    merge = functools.partial(depth_merge_norm, implementation="pallas_gpu")
-
-    def step(out, lse, query, partial, gain):
-      normed, vjp = jax.vjp(merge, out, lse, query, partial, gain)
-      return vjp(normed)
-
-    text = lower(kind, step, wide, lse, vector, wide, vector)
-    assert "depth_merge_forward" in text
-    assert "depth_merge_backward" in text
+  @pytest.mark.parametrize(
+    "shape",
+    [
+      *(shapes.Shape("merge", 1, 1, 8192, width) for width in (1168, 2304)),
+      pytest.param(*HUGE, marks=pytest.mark.slow),
+    ],
+    ids=str,
+  )
+  def test_lowers(self, kind, shape):
+    check_lowers(kind, "depth_merge_norm", shape)
 
 
 @pytest.mark.usefixtures("any_arguments")

@@ -43,7 +43,7 @@ def device(chip):
   return topology.devices((CHIPS | OLDER)[chip])[0]
 
 
-def program(name, shape):
+def program(name, shape, implementation=None):
   """Forward and backward of an operator, and the shapes of its arguments."""
   draw = lambda *sizes, dtype="float32": jnp.zeros(sizes, dtype)
   made = []
@@ -53,7 +53,7 @@ def program(name, shape):
     return made[0].arrays
 
   def both(*arrays):
-    call = functools.partial(made[0].function, None)
+    call = functools.partial(made[0].function, implementation)
     values, pull = jax.vjp(call, *arrays)
     return values, pull(values)
 

@@ -104,19 +104,23 @@ def test_a_seed_equals_its_ordinary_run(runs, ordinary, tmp_path, capfd):
   )
 
 
+def _trained(runs, folder, steps):
+  """A group of runs that has taken so many steps."""
+  configs = [folder_lib.run_config(run) for run in runs]
+  workdirs = [folder / run.name for run in runs]
+  group = together.Group(configs, workdirs, together.Batches())
+  group.compile_train()
+  while group.step < steps:
+    group.advance()
+  return group
+
+
 @pytest.mark.more
 def test_groups_resume_where_they_were_stopped(runs, ordinary, tmp_path):
   folder_lib.prepare(tmp_path, runs, "here")
   for scheme, steps in zip(SCHEMES, (4, 2)):
     same = [run for run in runs if run.overrides["residual"] == scheme]
-    group = together.Group(
-      [folder_lib.run_config(run) for run in same],
-      [tmp_path / run.name for run in same],
-      together.Batches(),
-    )
-    group.compile_train()
-    while group.step < steps:
-      group.advance()
+    group = _trained(same, tmp_path, steps)
     group.save()
     group.close()
   assert launchers.launch("together", runs, tmp_path, launchers.Options()) == 0
@@ -138,14 +142,7 @@ def test_a_killed_process_loses_the_steps_since_its_last_save(
     for run in runs if run.overrides["residual"] == SCHEMES[0]
   ]  # fmt: skip
   folder_lib.prepare(tmp_path, saved, "here")
-  group = together.Group(
-    [folder_lib.run_config(run) for run in saved],
-    [tmp_path / run.name for run in saved],
-    together.Batches(),
-  )
-  group.compile_train()
-  while group.step < 6:
-    group.advance()
+  group = _trained(saved, tmp_path, 6)
   assert launchers.launch("together", saved, tmp_path, launchers.Options()) == 0
   _assert_same(tmp_path, {run.name: ordinary[run.name] for run in saved})
   rows = metrics.read_rows(tmp_path / saved[0].name)
