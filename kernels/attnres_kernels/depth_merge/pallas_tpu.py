@@ -100,6 +100,8 @@ def backward(
     gain_D is not None, heads, rank or call.width, eps, norm_eps
   )
   operands = _operands(out_TD, query_D, gain_D)
+  # Rows in float32 that do not fit in registers, beside all that are narrow.
+  values = 4 * tpu_rows.ROWS * call.width * 4
   sums = call.parts, 1 + options.gain, tpu_rows.SUBLANES, call.width
   dout, dpartial, dlse, dvectors = pl.pallas_call(
     functools.partial(
@@ -123,7 +125,7 @@ def backward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary"),
-      vmem_limit_bytes=call.vmem_limit(),
+      vmem_limit_bytes=call.vmem_limit(values),
     ),
     cost_estimate=call.cost(34, 4),
     interpret=interpret,
