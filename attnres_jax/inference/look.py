@@ -7,13 +7,15 @@ r"""Draws what the sublayers of trained networks read, on a text of yours.
 
 `--draw=weights` draws the weights of depth attention (Fig. 8), and
 `--draw=matrices` the depth mixing matrices of any scheme (Fig. 9). Both are
-means over the tokens of the text, which opens a document. Needs the extra
-`plots`.
+means over the tokens of the text, which opens a document. The numbers are
+beside the figure, in weights.json. Needs the extra `plots`.
 """
 
 import argparse
 from collections.abc import Sequence
+import dataclasses
 import io
+import json
 import sys
 from typing import Any
 
@@ -27,6 +29,7 @@ from attnres_jax.config import errors
 from attnres_jax.inference import trained
 
 _CREATOR = "attnres_jax.inference.look"
+_MARKS = ("look", "text", "networks")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +48,9 @@ def _look(options: argparse.Namespace) -> None:
   figure_path = epath.Path(options.output)
   if figure_path.suffix != ".svg":
     config_lib.fail_argument("--output", options.output, "a name such as a.svg")
+  numbers_path = figure_path.with_suffix(".json")
   files.check_output("--output", figure_path, (_CREATOR,))
+  files.check_output("--output", numbers_path, _MARKS)
   import matplotlib
 
   from attnres_jax.analysis import plots
@@ -63,9 +68,15 @@ def _look(options: argparse.Namespace) -> None:
       drawn, format="svg", facecolor="white",
       metadata={"Date": None, "Creator": _CREATOR},
     )  # fmt: skip
-  text = drawn.getvalue()
-  files.write_output("--output", figure_path, text, (_CREATOR,))
-  print(figure_path)
+  rows = {
+    "look": options.draw, "text": options.text,
+    "networks": {name: _listed(answer) for name, answer in measured.items()},
+  }  # fmt: skip
+  marked = (figure_path, drawn.getvalue(), (_CREATOR,))
+  numbers = (numbers_path, json.dumps(rows, indent=1) + "\n", _MARKS)
+  for path, content, marks in (marked, numbers):
+    files.write_output("--output", path, content, marks)
+    print(path)
 
 
 def _measure(options: argparse.Namespace, workdir: str) -> tuple[str, Any]:
@@ -87,6 +98,17 @@ def _measure(options: argparse.Namespace, workdir: str) -> tuple[str, Any]:
       " --draw=matrices draws any",
     )  # fmt: skip
   return scheme, analysis.depth_weights(model, tokens_BT)
+
+
+def _listed(answer: Any) -> Any:
+  """Arrays as lists; null where a source does not exist yet."""
+  if dataclasses.is_dataclass(answer):
+    return {name: _listed(value) for name, value in vars(answer).items()}
+  if isinstance(answer, np.ndarray):
+    digits = np.round(answer.astype(np.float64), 6).astype(object)
+    digits[~np.isfinite(answer)] = None
+    return digits.tolist()
+  return answer
 
 
 if __name__ == "__main__":

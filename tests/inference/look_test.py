@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figure of trained networks."""
+"""The figure of trained networks, and the numbers beside it."""
+
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,6 @@ import pytest
 
 import attnres_jax
 from attnres_jax import analysis
-from attnres_jax.analysis import plots
 from attnres_jax.inference import look
 from attnres_jax.inference import packaged
 from tests.fuzz import laws
@@ -30,30 +31,16 @@ def run(tmp_path, monkeypatch, capsys):
   return run
 
 
-@pytest.fixture
-def drawn(monkeypatch):
-  """What was drawn, by scheme."""
-  measured = {}
-
-  def watch(name):
-    draw = getattr(plots, name)
-    watched = lambda networks: measured.update(networks) or draw(networks)
-    monkeypatch.setattr(plots, name, watched)
-
-  watch("depth_weights")
-  watch("mixing_matrices")
-  return measured
-
-
-def test_weights(run, tmp_path, drawn):
+def test_weights(run, tmp_path):
   output = tmp_path / "new" / "weights.svg"
   assert run(BLOCK, f"--output={output}")[0] == 0
   text = output.read_text()
   assert "Block AttnRes, pre-MLP" in text and "<dc:date>" not in text
+  written = json.loads(output.with_suffix(".json").read_text())
   tokens_BT = jnp.asarray([[256, *TEXT.encode()]])  # It opens a document.
   model = attnres_jax.load_trained("block_attnres")
   expected = analysis.depth_weights(model, tokens_BT)
-  actual = drawn["block_attnres"].mlp
+  actual = np.asarray(written["networks"]["block_attnres"]["mlp"], float)
   np.testing.assert_allclose(actual, expected.mlp, atol=1e-6)
   # What it wrote it may write again; somebody's file it leaves.
   output.write_text("<svg/>")
@@ -63,11 +50,15 @@ def test_weights(run, tmp_path, drawn):
 
 
 @pytest.mark.more
-def test_matrices_of_any_scheme(run, tmp_path, drawn):
-  flags = PRENORM, BLOCK, "--draw=matrices", f"--output={tmp_path / 'a.svg'}"
+def test_matrices_of_any_scheme(run, tmp_path):
+  output = tmp_path / "a.svg"
+  flags = PRENORM, BLOCK, "--draw=matrices", f"--output={output}"
   assert run(*flags)[0] == 0
-  assert list(drawn) == ["prenorm", "block_attnres"]
-  np.testing.assert_allclose(drawn["prenorm"][-1], 1, atol=1e-5)
+  (first, second) = json.loads((tmp_path / "a.json").read_text())[
+    "networks"
+  ].items()
+  assert (first[0], second[0]) == ("prenorm", "block_attnres")
+  np.testing.assert_allclose(np.asarray(first[1])[-1], 1, atol=1e-5)
 
 
 @pytest.mark.parametrize(
