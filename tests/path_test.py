@@ -14,7 +14,7 @@ from tests import tiers
 
 # A step of PreNorm runs through the trunk, mixers, norms, loss and optimiser.
 # Block adds its scheme, its reads and their two operators.
-MOST = {"prenorm": 26, "block_attnres": 33}
+MOST = {"prenorm": 27, "block_attnres": 34}
 # Functions between the step and the softmax over depth, with both.
 MOST_CALLS = 17
 _SOFTMAX = "/depth_attention/plain.py", "forward"
