@@ -21,7 +21,7 @@ from attnres_jax import models
 
 @dataclasses.dataclass(frozen=True)
 class DepthWeights:
-  """Mean weights of every read of a network.
+  """Mean weights and entropies of every read of a network.
 
   Attributes:
     attention: [transformer blocks, columns], what the attention sublayers read;
@@ -31,6 +31,9 @@ class DepthWeights:
     mlp: [transformer blocks, columns], what the MLPs read.
     output: [sources], what the final norm and the head read.
     columns, output_columns: names of the sources.
+    attention_entropy, mlp_entropy: [transformer blocks], mean over tokens of
+      the entropy of the weights, in nats; 0 if there is only one source.
+    output_entropy: of the weights of the output.
   """
 
   attention: np.ndarray
@@ -38,6 +41,9 @@ class DepthWeights:
   output: np.ndarray
   columns: tuple[str, ...]
   output_columns: tuple[str, ...]
+  attention_entropy: np.ndarray
+  mlp_entropy: np.ndarray
+  output_entropy: float
 
 
 def depth_weights(
@@ -56,7 +62,8 @@ def depth_weights(
       f"{type(model.residual).__name__} has no depth attention;"
       " attnres_jax.analysis.mixing_matrix describes every scheme"
     )
-  weights = [np.asarray(weight_M, np.float64) for weight_M in means]
+  weights = [np.asarray(weight_M, np.float64) for weight_M, _ in means]
+  entropies = np.asarray([entropy for _, entropy in means], np.float64)
   widest = max(labels[:-1], key=len)
   return DepthWeights(
     attention=stack_rows(weights[:-1:2], len(widest)),
@@ -64,18 +71,28 @@ def depth_weights(
     output=weights[-1],
     columns=tuple(_column_name(i, widest) for i in range(len(widest))),
     output_columns=tuple(labels[-1]),
+    attention_entropy=entropies[:-1:2],
+    mlp_entropy=entropies[1:-1:2],
+    output_entropy=float(entropies[-1]),
   )
 
 
 @jax.jit
 def mean_weights(
   model: models.Transformer, tokens_BT: jax.Array
-) -> tuple[jax.Array, ...] | None:
-  """Mean weights [M] of reads 1..L+1, or None without any."""
+) -> tuple[tuple[jax.Array, jax.Array], ...] | None:
+  """(mean weights [M], mean entropy) of reads 1..L+1, or None without any."""
   weights = model.residual.depth_weights(model.trace(tokens_BT).values)
   if weights is None:
     return None
-  return tuple(jnp.mean(w_MBT, axis=(1, 2)) for w_MBT in weights)
+  return tuple(
+    (jnp.mean(w_MBT, axis=(1, 2)), jnp.mean(_entropy(w_MBT)))
+    for w_MBT in weights
+  )
+
+
+def _entropy(weight_MBT: jax.Array) -> jax.Array:
+  return jnp.sum(jax.scipy.special.entr(weight_MBT), axis=0)
 
 
 def stack_rows(rows: Sequence[np.ndarray], width: int) -> np.ndarray:

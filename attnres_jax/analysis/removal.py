@@ -142,5 +142,5 @@ def _weights(
   means = mean_weights(model, tokens_BT)
   if means is None:
     return None
-  rows = [np.asarray(weight_M, np.float64) for weight_M in means]
+  rows = [np.asarray(weight_M, np.float64) for weight_M, _ in means]
   return stack_rows(rows, num_sources)

@@ -25,13 +25,18 @@ def test_every_row_is_the_mean_over_tokens(name, block_size):
   values = networks.trace(model, TOKENS).values
   weights_L = jax.jit(model.residual.depth_weights)(values)
   rows = [row for pair in zip(depth.attention, depth.mlp) for row in pair]
+  entropies = np.stack([depth.attention_entropy, depth.mlp_entropy], 1).ravel()
   rows.append(depth.output)
+  entropies = np.append(entropies, depth.output_entropy)
   assert len(rows) == 7
-  for read, row in enumerate(rows):
+  for read, (row, entropy) in enumerate(zip(rows, entropies)):
     weights = np.float64(weights_L[read])
     count = len(weights)
     np.testing.assert_allclose(row[:count], weights.mean((1, 2)), atol=2e-5)
     assert np.all(np.isnan(row[count:]))
+    np.testing.assert_allclose(
+      entropy, -np.sum(weights * np.log(weights), 0).mean(), atol=2e-4
+    )
     np.testing.assert_allclose(np.nansum(row), 1, atol=1e-5)
 
 

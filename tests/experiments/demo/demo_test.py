@@ -33,6 +33,9 @@ def make_look(folder, run):
       output=np.array([0.5, 0.5]),
       columns=("embedding", "block 1", "block 2"),
       output_columns=("embedding", "block 1"),
+      attention_entropy=np.zeros(2),
+      mlp_entropy=np.zeros(2),
+      output_entropy=0.7,
     )
   magnitudes = analysis.Magnitudes(*[np.array([0.1, 0.4])] * 5, loss=1.5)
   return report.Look(weights, magnitudes)
