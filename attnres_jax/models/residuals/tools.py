@@ -17,6 +17,7 @@ from jax import ad_checkpoint
 from jax.experimental import layout
 import jax.numpy as jnp
 
+from attnres_jax.common import sharding
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_kernels import platforms
@@ -197,6 +198,17 @@ def _narrowed_jvp(dtype, primals, tangents):
   (x_BTD,), (dx_BTD,) = primals, tangents
   dy_BTD = dx_BTD.astype(dtype)
   if platforms.ambient_platform() == "tpu" and x_BTD.shape[-1] % _LANES:
-    tokens_in_lanes = layout.Layout(major_to_minor=(0, 2, 1))
-    dy_BTD = layout.with_layout_constraint(dy_BTD, tokens_in_lanes)
+    # On each device, or the compiler may gather all rows.
+    tokens = sharding.TOKENS
+    dy_BTD = sharding.by_shards(_with_tokens_in_lanes, (tokens,), tokens)(
+      dy_BTD
+    )
   return narrowed(x_BTD, dtype), dy_BTD
+
+
+def _with_tokens_in_lanes(x_BTD: jax.Array) -> jax.Array:
+  if len(x_BTD) == 1:  # A single sequence has them in rows everywhere.
+    return x_BTD
+  return layout.with_layout_constraint(
+    x_BTD, layout.Layout(major_to_minor=(0, 2, 1))
+  )
