@@ -6,8 +6,8 @@ r"""Turns a PreNorm network into one with another residual scheme.
   python -m attnres_jax.main --config=runs/attnres/config.py --workdir=runs/more
 
 The new network computes the same function; training then changes it. No list
-says which schemes can do that: logits of random tokens, in float32, are
-compared with those before. With Full and Block AttnRes, zero queries
+says which schemes can do that: their reads at the start, of random values in
+float32, are compared with PreNorm's. With Full and Block AttnRes, zero queries
 read a mean, so mixtures are multiplied by the number of their sources
 (`model.residual.read.scale="sum"`, ours): exact for any sublayer. Without that,
 norms see smaller values, which matters as far as their epsilon does. `delta_mh`
@@ -15,10 +15,10 @@ adds to the stream, by a factor that starts at zero (arXiv:2607.27230).
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from flax import nnx
 import jax
@@ -35,10 +35,10 @@ from attnres_jax.config import fields
 from attnres_jax.inference import trained
 from attnres_jax.interop import weights_folder
 from attnres_jax.models import residuals
+from attnres_jax.models.residuals import base
 
-# Of the largest logit: reads are summed in another order, in float32.
-_TOLERANCE = 1e-4
-_TOKENS = 8
+# Reads of the same values, summed in another order, in float32.
+_TOLERANCE = 1e-5
 _FROM = "prenorm"
 
 
@@ -62,9 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def upcycle(
   model: models.Transformer, residual: config_lib.ResidualConfig
 ) -> models.Transformer:
-  """Moves a PreNorm network to a scheme that begins as the same function.
+  """Moves a network to another scheme, which begins as the same function.
 
-  Reads of Full and Block AttnRes are scaled.
+  Args:
+    model: with PreNorm.
+    residual: the scheme; with Full and Block AttnRes, its reads are scaled.
 
   Raises:
     ConfigError: the network has another scheme, or the new one does not begin
@@ -83,6 +85,7 @@ def upcycle(
     residual = config_lib.residual_config(**vars(residual) | {"read": read})
   config = dataclasses.replace(old, residual=residual)
   config.check_num_blocks()
+  check_begins_as_prenorm(config)
   new = residuals.build_residual(config, rngs=nnx.Rngs(params=draws.key(0)))
   flat = {
     name: leaf
@@ -90,39 +93,73 @@ def upcycle(
     if not name.startswith("residual/")
   }
   flat |= trees.to_flat({"residual": new})
-  upcycled = _network(config, flat)
-  gap = np.abs(_logits(upcycled) - _logits(model)).max()
-  if not gap < _TOLERANCE:
-    _fail(config, f"logits of this one differ by {gap:.1g} of the largest")
-  return upcycled
-
-
-def _network(
-  config: config_lib.ModelConfig, flat: Mapping[str, Any]
-) -> models.Transformer:
-  """The network with these leaves; refuses one that has others."""
   abstract = jax.eval_shape(lambda: models.build_model(config))
-  if missing := sorted(trees.to_flat(abstract).keys() - flat.keys()):
-    _fail(config, f"this one also has {missing[0]}")
   return trees.from_flat(abstract, flat)
 
 
-def _logits(model: models.Transformer) -> np.ndarray:
-  """Logits of random tokens, in float32, over the largest."""
-  config = dataclasses.replace(model.config, dtype="float32")
-  wide = _network(config, trees.to_flat(model))
+def check_begins_as_prenorm(config: config_lib.ModelConfig) -> None:
+  """Refuses a scheme whose function at its start is not PreNorm's.
+
+  Raises:
+    ConfigError: says what differs.
+  """
+  name = config.residual.name
+  scheme = residuals.scheme_of(config)
+
+  def fail(why: str) -> None:
+    config_lib.fail(
+      "model.residual.name", name, f"a scheme that begins as PreNorm ({why})"
+    )
+
+  for differs, why in (
+    (not scheme.pre_norm, "sublayers of this one have no pre-norm"),
+    (not scheme.final_norm, "this one has no norm before the head"),
+    (scheme.qkv_norm, "mixers of this one normalise queries, keys and values"),
+    (
+      scheme.normed is not base.Residual.normed,
+      "mixers of this one have further norms, which know no trained gains",
+    ),
+    (
+      scheme.prepare is not base.Residual.prepare,
+      "sublayers of this one start at other weights",
+    ),
+  ):
+    if differs:
+      fail(why)
+  our_reads = _reads(config)
+  plain = dataclasses.replace(
+    config, residual=config_lib.residual_config(_FROM)
+  )
+  for l, (ours, expected) in enumerate(zip(our_reads, _reads(plain)), 1):
+    for value in ours:
+      gap = np.abs(value - expected[0]).max() / np.abs(expected[0]).max()
+      if not gap < _TOLERANCE:
+        which = "readout" if l > config.num_sublayers else f"read {l}"
+        fail(f"{which} of this one differs by {gap:.1g} of its largest entry")
+
+
+def _reads(config: config_lib.ModelConfig) -> list[Any]:
+  """All reads of random values, of any size; several where q, k, v differ."""
+  config = dataclasses.replace(config, dtype="float32")
+  residual = residuals.build_residual(
+    config, rngs=nnx.Rngs(params=draws.key(0))
+  )
   rng = np.random.default_rng(0)
-  tokens_BT = rng.integers(0, config.vocab_size, (1, _TOKENS), np.int32)
-  with jax.default_matmul_precision("highest"):
-    logits_BTV = jax.jit(lambda model: model(tokens_BT))(wide)
-  return np.asarray(logits_BTV / jnp.max(jnp.abs(logits_BTV)))
+  shape = config.num_sublayers + 1, 1, 3, config.width
+  sizes = 10.0 ** rng.uniform(-2, 1, (shape[0], 1, 1, 1))
+  values = jnp.asarray(sizes * rng.standard_normal(shape), jnp.float32)
 
+  def run(residual: base.Residual, values: jax.Array) -> list[Any]:
+    reads: list[Any] = []
 
-def _fail(config: config_lib.ModelConfig, why: str) -> NoReturn:
-  config_lib.fail(
-    "model.residual.name", config.residual.name,
-    f"a scheme that begins as PreNorm ({why})",
-  )  # fmt: skip
+    def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+      reads.append(jax.tree.leaves(base.before_norm(residual, carry, slot)))
+      return values[l + 1]
+
+    state = base.run_through(residual, values[0], sublayer)
+    return [*reads, [residual.readout(state)]]
+
+  return jax.device_get(jax.jit(run)(residual, values))
 
 
 def _upcycle_run(options: argparse.Namespace) -> None:

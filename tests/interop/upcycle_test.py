@@ -101,13 +101,12 @@ def test_without_the_factor_it_is_another_function(plain, expected):
 @pytest.mark.parametrize(
   "name,words",
   [
-    ("rescaled", "logits of this one differ by"),
-    ("deepnorm", "logits of this one differ by"),
-    ("keel", "logits of this one differ by"),
-    ("delta_attnres", "logits of this one differ by"),
+    ("rescaled", "read 2 of this one differs by"),
+    ("deepnorm", "sublayers of this one have no pre-norm"),
+    ("keel", "this one has no norm before the head"),
+    ("delta_attnres", "read 2 of this one differs by"),
     # Its reads are PreNorm's, but keys and values have gains of their own.
-    ("mudd", "logits of this one differ by"),
-    ("hybridnorm", "this one also has sublayers/attention/core/key_norm"),
+    ("mudd", "mixers of this one have further norms"),
     ("block_atnres", "did you mean 'block_attnres'?"),
   ],
 )
