@@ -35,6 +35,7 @@ from attnres_jax.interop import weights_folder
 CONFIG = "config.json"
 # 5 GB is the custom.
 SHARD_BYTES = 5 * 10**9
+_FREQUENCIES = ".rotary_emb.inv_freq"
 _README = "README.md"
 
 
@@ -174,6 +175,22 @@ def _check(
   return used
 
 
+def _check_frequencies(source: Source) -> None:
+  """Refuses rotary frequencies, which old files have, of another base."""
+  theta, half = source.config.rope_theta, source.config.head_size // 2
+  frequencies = theta ** (-np.arange(half) / half)
+  for name, tensor in source.tensors.items():
+    # Old files have them in 16 bits.
+    if name.endswith(_FREQUENCIES) and not (
+      tensor.shape == (half,)
+      and np.allclose(
+        tensor.read().astype(np.float64), frequencies, rtol=1e-2, atol=0
+      )
+    ):
+      words = f"differs from those of rope_theta={theta}"
+      tensor_files.fail(tensor.file, f"tensor {name!r} {words}")
+
+
 def _check_head(source: Source) -> None:
   """Refuses a head that is not needed and differs from the embedding."""
   name = source.head.replace("lm_head", "model.embed_tokens")
@@ -201,10 +218,11 @@ def load(
   Raises:
     ConfigError: the mesh does not divide a leaf.
     TensorFileError: a file ends too early, a value is not finite, or a tied
-      head differs from the embedding.
+      head or rotary frequencies differ from what they copy.
   """
   if source.head:
     _check_head(source)
+  _check_frequencies(source)
   abstract: Any = jax.eval_shape(lambda: models.build_model(source.config))
   if mesh is None:
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of safetensors: headers checked, tensors read in parts, written.
 
-The library `safetensors` reads and writes the files. Beyond it, an index that
-differs from the files is refused. Parts are read, not mapped, so that a process
-holds no more of a file than it has asked for.
+The library `safetensors` reads and writes the files. Beyond it, a name that
+occurs twice in a header is refused, and so is an index that differs from the
+files. Parts are read, not mapped, so that a process holds no more of a file
+than it has asked for.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -127,13 +128,22 @@ def read_header(path: pathlib.Path) -> dict[str, Tensor]:
   """
   try:
     opened = safetensors.safe_open(path, framework="np", backend="pread")
+    with open(path, "rb") as file:
+      length = int.from_bytes(file.read(8), "little")
+      # Of a name that occurs twice, the library takes one.
+      json.loads(file.read(length), object_pairs_hook=_check_no_duplicates)
     parts = {name: opened.get_slice(name) for name in opened.keys()}
-  except (safetensors.SafetensorError, OSError) as error:
+  except (safetensors.SafetensorError, OSError, ValueError) as error:
     fail(path, f"no readable safetensors file ({error})")
   return {
     name: Tensor(path, name, part.get_dtype(), tuple(part.get_shape()), part)
     for name, part in parts.items()
   }
+
+
+def _check_no_duplicates(pairs: list[tuple[str, Any]]) -> None:
+  if len(dict(pairs)) < len(pairs):
+    raise ValueError("a name occurs twice")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -353,7 +353,7 @@ def _seconds(row: Mapping[str, Any]) -> float:
 
 
 def _has_room(row: Mapping[str, Any]) -> bool:
-  """Whether it fits with memory to spare, for what was not compiled."""
+  """Whether it fits with memory to spare."""
   return row["fits"] and row["headroom_bytes"] >= _SPARE * row["hbm_bytes"]
 
 

@@ -135,8 +135,12 @@ TIED = f"{HEAD}' differs from '{TABLE}"
     (HEAD, TABLE, lambda a: a + 1e-3, TIED),
     (HEAD, TABLE, lambda a: a[:-1], TIED),
     (HEAD, TABLE, lambda a: a[0, 0], TIED),
+    (
+      "model.layers.0.self_attn.rotary_emb.inv_freq", TABLE,
+      lambda a: np.ones(8, np.float32), "differs from those of rope_theta=",
+    ),
   ],
-)
+)  # fmt: skip
 def test_tensors_that_are_refused(tmp_path, target, source, change, words):
   small_checkpoint.write(tmp_path)
   small_checkpoint.change_tensors(

@@ -58,6 +58,11 @@ def _entry(**changes):
   "content",
   [
     b"", b"\xff" * 8, _file(b"[]"), _file(b"[" * 100_000),
+    # Names that occur twice, which the library takes.
+    _file(b'{"a": {}, "a": {}}'),
+    _file(json.dumps(HEADER)[:-1].encode() + b', "vector": %s}' % (
+      json.dumps(HEADER["vector"]).encode()
+    )),
     _file(HEADER)[:-3], _file(HEADER) + b"x", _changed(more=_entry()),
     *(
       _changed(matrix=entry)
