@@ -16,15 +16,14 @@ with the cause. A broken checkpoint is never deleted, and if none can be read,
 nothing is moved.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import gc
 import json
 import logging
 import sys
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 from etils import epath
 import jax
@@ -47,6 +46,7 @@ Shapes = orbax_io.Shapes
 all_steps = orbax_io.all_steps
 # A store that fails for a moment must not cost a good checkpoint.
 _REMOTE_PAUSES = 10.0, 60.0
+_T = TypeVar("_T")
 
 
 class CheckpointError(config_lib.RunError):
@@ -87,20 +87,15 @@ def restore_latest(
   steps = json.loads(processes.text_of_first(json.dumps(all_steps(workdir))))
   unreadable: dict[int, str] = {}
   for step in _attempts(workdir, steps):
-    result, cause = None, "another process could not read it"
-    with orbax_io.quiet():
-      try:
-        result = _read(
-          workdir,
-          step,
-          trees.to_flat(abstract_state),
-          share=(jax.process_index(), jax.process_count()),
-        )
-      except CheckpointError:
-        raise
-      except Exception as error:
-        cause = orbax_io.one_line(error)
-      gc.collect()
+    result, cause = _try_reading(
+      lambda step=step: _read(
+        workdir,
+        step,
+        trees.to_flat(abstract_state),
+        share=(jax.process_index(), jax.process_count()),
+      ),
+      passing=CheckpointError,
+    )
     if processes.all_hold(result is not None) and result is not None:
       flat, info = result
       unreadable.pop(step, None)  # An earlier attempt failed.
@@ -108,7 +103,7 @@ def restore_latest(
       _set_aside(workdir, unreadable)
       state = trees.from_flat(abstract_state, flat)
       return Restored(step, state, info, unreadable)
-    unreadable[step] = cause
+    unreadable[step] = cause or "another process could not read it"
   if unreadable:
     raise CheckpointError(
       f"no checkpoint of {workdir} can be read: {_listing(unreadable)};"
@@ -149,12 +144,11 @@ def load_model(
     raise CheckpointError(f"no checkpoint of step {step} in {workdir}: {steps}")
   unreadable: dict[int, str] = {}
   for candidate in reversed(steps if step is None else [step]):
-    with orbax_io.quiet():
-      try:
-        return _read_model(workdir, candidate, mesh, average)
-      except Exception as error:
-        unreadable[candidate] = orbax_io.one_line(error)
-      gc.collect()
+    result, unreadable[candidate] = _try_reading(
+      lambda step=candidate: _read_model(workdir, step, mesh, average)
+    )
+    if result is not None:
+      return result
     logging.warning(
       "checkpoint %d of %s cannot be read: %s",
       candidate,
@@ -174,9 +168,7 @@ def describe(
   Raises:
     CheckpointError: it cannot be read.
   """
-  path = _folder(workdir, step)
-  with orbax_io.quiet(), orbax_io.unsynced(), _explaining_damage(path):
-    return orbax_io.describe(path)
+  return _readable(workdir, step, lambda: _describe(workdir, step))
 
 
 def read(
@@ -189,19 +181,18 @@ def read(
   Raises:
     CheckpointError: it cannot be read, or has no such array of this shape.
   """
-  path = _folder(workdir, step)
   share = jax.process_index(), jax.process_count()
-  with orbax_io.quiet(), _explaining_damage(path):
-    return _read(workdir, step, abstract, share, some=True)[0]
+  return _readable(
+    workdir, step, lambda: _read(workdir, step, abstract, share, some=True)[0]
+  )
 
 
 def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
   """The JSON object saved with the newest readable checkpoint."""
   for step in _attempts(workdir, all_steps(workdir)):
-    path = _folder(workdir, step)
-    with orbax_io.quiet(), orbax_io.unsynced(), contextlib.suppress(Exception):
-      if not checksums.damage(path, ()):
-        return orbax_io.describe(path)[0]
+    described, _ = _try_reading(lambda step=step: _describe(workdir, step))
+    if described is not None:
+      return described[0]
   return None
 
 
@@ -292,7 +283,7 @@ def _read_model(
   mesh: jax.sharding.Mesh | None,
   average: bool,
 ) -> tuple[Any, Any]:
-  config = config_lib.build_run_config(describe(workdir, step)[0]["config"])
+  config = config_lib.build_run_config(_describe(workdir, step)[0]["config"])
   abstract = jax.eval_shape(lambda: models.build_model(config.model))
   share = 0, 1
   if mesh is None:
@@ -318,16 +309,44 @@ def _folder(workdir: epath.PathLike, step: int) -> epath.Path:
   return orbax_io.checkpoints(workdir) / str(step)
 
 
-@contextlib.contextmanager
-def _explaining_damage(path: epath.Path) -> Iterator[None]:
-  try:
-    yield
-  except CheckpointError:
-    raise
-  except Exception as error:
+def _describe(
+  workdir: epath.PathLike, step: int
+) -> tuple[dict[str, Any], Shapes]:
+  path = _folder(workdir, step)
+  if damage := checksums.damage(path, ()):
+    raise checksums.DamageError(damage[0])
+  with orbax_io.unsynced():
+    return orbax_io.describe(path)
+
+
+def _readable(workdir: epath.PathLike, step: int, read: Callable[[], _T]) -> _T:
+  result, cause = _try_reading(read, passing=CheckpointError)
+  if result is None:
     raise CheckpointError(
-      f"checkpoint {path} cannot be read: {orbax_io.one_line(error)}"
-    ) from error
+      f"checkpoint {_folder(workdir, step)} cannot be read: {cause}"
+    )
+  return result
+
+
+def _try_reading(
+  read: Callable[[], _T],
+  passing: type[Exception] | tuple[type[Exception], ...] = (),
+) -> tuple[_T | None, str]:
+  """What `read` returns, or None and, in one line, which exception it raised.
+
+  A failed read of Orbax leaves coroutines behind that print long warnings when
+  they are garbage-collected. They are collected here, while Orbax is silent:
+  not before the exception, whose frames refer to them, is gone.
+  """
+  with orbax_io.quiet():
+    try:
+      return read(), ""
+    except passing:
+      raise
+    except Exception as error:
+      cause = orbax_io.one_line(error)
+    gc.collect()
+  return None, cause
 
 
 def _set_aside(workdir: epath.PathLike, unreadable: Mapping[int, str]) -> None:

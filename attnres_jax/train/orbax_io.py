@@ -183,14 +183,18 @@ def quiet() -> Iterator[None]:
   collects them before it leaves this context.
   """
   level, hook = absl_logging.get_verbosity(), sys.unraisablehook
+  loops = logging.getLogger("asyncio")
+  disabled = loops.disabled
   absl_logging.set_verbosity(absl_logging.FATAL)
   sys.unraisablehook = lambda _: None
+  loops.disabled = True
   try:
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")
       yield
   finally:
     sys.unraisablehook = hook
+    loops.disabled = disabled
     absl_logging.set_verbosity(level)
 
 

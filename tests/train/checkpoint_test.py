@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import sys
 from typing import NamedTuple
 
 from etils import epath
@@ -383,3 +384,25 @@ def test_arrays_that_cannot_be_listed_name_the_damaged_file(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match=reason):
       checkpoint.describe(tmp_path, 1)
     (folder / "checksums.json").unlink(missing_ok=True)
+
+
+def test_a_failed_read_leaves_nothing_that_prints_later(
+  tmp_path, caplog, monkeypatch
+):
+  """Coroutines of Orbax, of which Python warns once it collects them."""
+  _save(tmp_path, [1])
+  folder = tmp_path / "checkpoints" / "1"
+  (folder / "training" / "manifest.ocdbt").unlink()
+  (folder / "checksums.json").unlink()
+  warned = []
+  monkeypatch.setattr(sys, "unraisablehook", warned.append)
+  for read in (
+    lambda: checkpoint.describe(tmp_path, 1),
+    lambda: checkpoint.read(tmp_path, 1, {}),
+    lambda: _restore(tmp_path),
+  ):
+    with pytest.raises(checkpoint.CheckpointError):
+      read()
+    gc.collect()
+  assert not warned
+  assert not [log for log in caplog.records if log.name == "asyncio"]
