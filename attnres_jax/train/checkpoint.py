@@ -253,7 +253,7 @@ def _read(
   damage = checksums.damage(path, tuple(parts), share)
   if damage:
     raise checksums.DamageError(damage[0])
-  with orbax_io.quiet(), orbax_io.unsynced(some):
+  with orbax_io.unsynced(some):
     info, stored = orbax_io.describe(path, tuple(parts))
     if some:
       stored = {name: stored[name] for name in abstract if name in stored}

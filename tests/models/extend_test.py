@@ -62,8 +62,8 @@ def _chunks(tokens_T):
     start_B = start_B + length_B
 
 
-def _check(model, tokens_T, tolerance=2e-5, separate=False):
-  """Every hidden state that counts equals the whole sequence's."""
+def _decoded(model, tokens_T, separate=False):
+  """Of each row of each chunk, its hidden states and the whole sequence's."""
   chunks = list(_chunks(tokens_T))
 
   @jax.jit
@@ -85,14 +85,21 @@ def _check(model, tokens_T, tolerance=2e-5, separate=False):
     return whole_TD, hidden, cache.length_B
 
   whole_TD, hidden, end_B = jax.device_get(run(model))
-  whole_TD = np.asarray(whole_TD, np.float32)
-  size = np.abs(whole_TD).max()
-  for found_BTD, (_, start_B, length_B) in zip(hidden, chunks):
-    for found_TD, start, length in zip(found_BTD, start_B, length_B):
-      ours = np.asarray(found_TD[:length], np.float32)
-      expected = whole_TD[start : start + length]
-      np.testing.assert_allclose(ours, expected, rtol=0, atol=tolerance * size)
+  for decoded_BTD, (_, start_B, length_B) in zip(hidden, chunks):
+    for decoded_TD, start, length in zip(decoded_BTD, start_B, length_B):
+      span = slice(start, start + length)
+      yield [
+        np.asarray(a, float) for a in (decoded_TD[:length], whole_TD[span])
+      ]
   np.testing.assert_array_equal(end_B, start_B + length_B)
+
+
+def _check(model, tokens_T, tolerance=2e-5, separate=False):
+  """Every hidden state that counts equals the whole sequence's."""
+  pairs = list(_decoded(model, tokens_T, separate))
+  atol = tolerance * max(np.abs(whole_TD).max() for _, whole_TD in pairs)
+  for ours, whole_TD in pairs:
+    np.testing.assert_allclose(ours, whole_TD, rtol=0, atol=atol)
 
 
 @tiers.parametrize("name", SCHEMES, first=["block_attnres"])
@@ -145,7 +152,6 @@ SLOW_CASES = {
   # All kinds of caches, and the cache of a scheme that looks back.
   "separate": MIXERS | dict(separate=True),
   "separate_mrla": MIXERS | dict(name="mrla_light", separate=True),
-  "bfloat16": MIXERS | dict(num_kv_heads=1, dtype="bfloat16", tolerance=0.06),
 }
 
 
@@ -159,9 +165,24 @@ SLOW_CASES = {
   ids=[*CASES, *SLOW_CASES],
 )
 def test_options(fields, tokens_T):
-  checked = {k: fields[k] for k in ("separate", "tolerance") if k in fields}
-  model = _model(**{k: v for k, v in fields.items() if k not in checked})
-  _check(model, tokens_T, **checked)
+  separate = fields.get("separate", False)
+  model = _model(**{k: v for k, v in fields.items() if k != "separate"})
+  _check(model, tokens_T, separate=separate)
+
+
+@pytest.mark.slow
+def test_bfloat16_errs_no_more_than_a_forward_pass(tokens_T):
+  exact, pairs = (
+    list(_decoded(_model(dtype=dtype, **CASES["mixers"]), tokens_T))
+    for dtype in ("float32", "bfloat16")
+  )
+  decoded, whole = (
+    np.sqrt(
+      np.mean([np.mean((p[i] - e[1]) ** 2) for p, e in zip(pairs, exact)])
+    )
+    for i in (0, 1)
+  )
+  assert 0 < decoded < 1.3 * whole < 0.1
 
 
 def test_a_context_is_what_is_read(tokens_T):
