@@ -20,5 +20,5 @@ def key(seed: int | jax.Array) -> jax.Array:
 
 
 def reproducible() -> contextlib.AbstractContextManager:
-  """A context for what is drawn with such keys, while it is traced."""
+  """A context in which draws with such keys have to be traced."""
   return jax.threefry_partitionable(True)

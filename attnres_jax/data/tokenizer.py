@@ -162,7 +162,7 @@ class HuggingFaceTokenizer(Tokenizer):
       )
 
   def _is_no_text(self, name: str, id: int) -> bool:
-    """Makes a token special; whether it is no piece of the model either."""
+    """Makes a token special; returns whether no text is encoded to its id."""
     self._tokenizer.add_special_tokens([name])
     texts = [name, f"a{name}a", f"a {name} a", f"{name}\n{name}"]
     encoded = self.encode_batch([text.encode() for text in texts])

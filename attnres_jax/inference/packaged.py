@@ -15,7 +15,7 @@ attnres_jax/trained/NAME has
   model.safetensors  weights in bfloat16, by their paths in the network
   origin.json        text and its licence, loss, steps, versions, commit
 
-which this command makes of a run, of those that docs/start.md trains:
+which this command writes from a run (docs/start.md trains them):
 
   python -m attnres_jax.inference.packaged --workdir=runs/trained/RUN \
     --licence="PSF-2.0, the standard library of Python"

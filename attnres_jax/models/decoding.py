@@ -32,7 +32,7 @@ def extend(
   """`Trunk.run`, for new tokens of rows whose earlier tokens are in caches.
 
   Sublayers are stacks, or lists (`layer_stacks.separated`). Caches are stacked
-  like them, or `cache.Layers`, like that of a scheme that looks back.
+  like them; the cache of a scheme that looks back is a `cache.Layers`.
   `context` is at least as many tokens as any row has before the chunk, by
   default as many as there is room for.
 

@@ -89,10 +89,10 @@ def unsliced(tree: Any) -> Any:
 
 @jax.custom_jvp
 def gradients_in_turn(state: Any, weights: Any) -> tuple[Any, Any]:
-  """Returns both; the gradient of `state` comes after those of `weights`.
+  """Returns both; backward computes gradients of `weights` first.
 
-  Else a compiler that sums gradients over devices while it computes may keep
-  those of several layers, each of them whole, until the links are free.
+  Else the compiler, which sums gradients over devices while it computes, may
+  keep whole gradients of several layers until the links are free.
   """
   return state, weights
 

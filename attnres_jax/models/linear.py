@@ -91,8 +91,8 @@ def linear(
     weight: [*in, *out], master weight, in whose dtype its gradient is.
     axes: how many axes `in` has.
     out_dtype: of the result; None keeps the dtype of `x`.
-    flat: whether the axes of `out` become one, and those of `in` are joined
-      for the product.
+    flat: whether the product joins the axes of `in`, and the result has all
+      axes of `out` as one.
 
   Returns:
     [..., *out].

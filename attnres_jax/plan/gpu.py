@@ -7,9 +7,10 @@ waves, and the last wave counts as a full one. Transfers beside which nothing is
 computed come on top. Between hosts, every GPU has a network card of its own.
 
 Bytes move as fast as in a copy on an H100. Products in bfloat16 are as fast as
-a large one there, which multiplied ones; of normal numbers, clocks are lower by
-what others have published. So is the rate of cuDNN's attention. Products of
-highest precision take the cores' float32 arithmetic. Nothing was fitted.
+a large product of ones there; with normal numbers the clock is lower, by a
+ratio that others have published. The rate of cuDNN's attention is published,
+too. Products of highest precision take the cores' float32 arithmetic. Nothing
+was fitted.
 
 What autotuning would choose is unknown without a GPU, and so is how far a
 fusion stays behind a copy: one that reads many arrays does, by much.

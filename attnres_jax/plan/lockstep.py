@@ -117,7 +117,7 @@ def unit_flops(
   """Analytic FLOPs [C] on one device, forward and backward, without the head.
 
   Backward computes a chunk again, and once more what `model.remat` leaves out,
-  then twice for the gradients. `tokens` are those of a microbatch on one
+  then twice for the gradients. `tokens` are how many a microbatch has on one
   device.
   """
   model = config.model

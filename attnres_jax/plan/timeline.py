@@ -256,9 +256,9 @@ class _Copies:
 class _Kernels:
   """What kernels compute.
 
-  By their own estimates; those of a part that have none share what the part
-  needs besides. With `whole=False`, all kernels of a part together only compute
-  what the part needs at least, in proportion.
+  By their own estimates. Kernels of a part that have none share what the others
+  leave of its need. With `whole=False`, all kernels of a part together only
+  compute what the part needs at least, in proportion.
   """
 
   def __init__(

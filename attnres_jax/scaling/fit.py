@@ -160,8 +160,8 @@ def fit_schemes(
 ) -> dict[str, Fit]:
   """Fits every scheme, with `num_samples` draws that all schemes share.
 
-  A run that is missing under one scheme leaves the other schemes' draws as they
-  are. If a scheme has only two sizes, no scheme has draws.
+  A missing run changes only the draws of its own scheme. If a scheme has only
+  two sizes, no scheme has draws.
 
   Raises:
     ConfigError: a run has diverged; `without_failed` leaves it out.

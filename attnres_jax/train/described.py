@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds what a config describes, without arrays, so that wrong names are told.
 
-Names of schemes, mixers and optimisers are keys of registries of code, and many
-limits are those of the classes there. So a config is right if its network and
+Registries of code map names of schemes, mixers and optimisers to classes, which
+check many fields themselves. So a config is right if its network and
 its optimiser can be built, which takes a tenth of a second. Only a mesh needs
 devices (`train_state.make_program`).
 """
@@ -59,7 +59,7 @@ def check(config: config_lib.RunConfig) -> None:
 def _check_built(
   model: config_lib.ModelConfig, optim: config_lib.OptimConfig, *registered: Any
 ) -> None:
-  """Builds network and optimiser, of what is registered by their names."""
+  """Builds both; `registered` are keys of the cache only."""
   del registered
   network = jax.eval_shape(lambda: models.build_model(model))
   jax.eval_shape(optimizer.make_optimizer(optim).init, network)
