@@ -172,12 +172,12 @@ def test_options(fields, tokens_T):
 
 @pytest.mark.slow
 def test_bfloat16_errs_no_more_than_a_forward_pass(tokens_T):
-  exact, rounded = (
+  exact, bfloat16 = (
     list(_decoded(_model(dtype=dtype, **CASES["mixers"]), tokens_T))
     for dtype in ("float32", "bfloat16")
   )
   of_decoding, of_forward = (
-    np.mean([np.mean((r[i] - e[1]) ** 2) for r, e in zip(rounded, exact)])
+    np.mean([np.mean((r[i] - e[1]) ** 2) for r, e in zip(bfloat16, exact)])
     ** 0.5
     for i in (0, 1)
   )
