@@ -2,8 +2,8 @@
 """Builds what a config describes, without arrays, so that wrong names are told.
 
 Registries of code map names of schemes, mixers and optimisers to classes, which
-check many fields themselves. So a config is right if its network and
-its optimiser can be built, which takes a tenth of a second. Only a mesh needs
+check many fields themselves. So a config is right if its network and its
+optimiser can be built, which takes a tenth of a second. Only a mesh needs
 devices (`train_state.make_program`).
 """
 
