@@ -107,6 +107,8 @@ class Program:
     for instruction in body.values():
       if instruction.op in _FREE or instruction.op.endswith("-done"):
         continue
+      if instruction.ends_collective:
+        continue
       if _ALLOCATES in instruction.attributes:
         continue  # Nothing is written: what is in there is not defined.
       yield instruction, self._nbytes(instruction, body)
@@ -120,7 +122,7 @@ class Program:
       (array, instruction.source())
       for _, instruction, _ in self.instructions()
       if not instruction.op.endswith(("-start", "-update"))
-      for array in instruction.arrays
+      for array in instruction.made
       if array.in_hbm
     }
     return sorted(arrays, key=lambda pair: (-pair[0].nbytes, pair[1]))[:count]
@@ -134,7 +136,7 @@ class Program:
     """
     moved: dict[tuple[str, str], list[float]] = {}
     for runs, instruction, nbytes in self.instructions():
-      largest = max(instruction.arrays, key=lambda a: a.nbytes, default="")
+      largest = max(instruction.made, key=lambda a: a.nbytes, default="")
       key = str(largest), instruction.source() or instruction.op
       sums = moved.setdefault(key, [0.0, 0.0])
       sums[0] += runs * nbytes
@@ -160,6 +162,10 @@ class Program:
     written: Mapping[int, float] = {}
     if instruction.op.removesuffix("-start") == "fusion":
       read, written = self._parts(instruction)
+      for result, operand in instruction.carried.items():
+        written[result] = 0.0
+        if operand is not None:
+          read[operand] = 0.0
     elif instruction.op.removesuffix("-start") in _CUTS:
       read = {0: max(a.nbytes for a in results)}
     elif instruction.op in _UPDATES:

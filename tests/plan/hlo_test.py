@@ -240,6 +240,65 @@ ENTRY %main (x: bf16[8,4,6]) -> bf16[8,4,6] {
   assert hlo.Program(text).hbm_bytes() == 8 * array + 2 * array + 8 * array
 
 
+# An all-gather in three pieces, as v5e's compiler writes it; the middle one is
+# beside a product of [8, 6] and [8, 4], and it hands on the gather's arrays.
+IN_PIECES = """\
+%first (a: bf16[4,6]) -> (bf16[4,6], bf16[8,6], u32[]) {
+  %a = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  %g1 = bf16[8,6]{1,0:T(8,128)} all-gather(%a), replica_groups={{0,1}}, dimensions={0}, frontend_attributes={chain_id="7"}
+  ROOT %s = (bf16[4,6]{1,0:T(8,128)}, bf16[8,6]{1,0:T(8,128)}, u32[]{:S(2)}) custom-call(%g1), custom_call_target="AsyncCollectiveStart"
+}
+
+%piece (b: bf16[4,6], c: bf16[8,6], t: u32[], l: bf16[8,6], r: bf16[8,4]) -> (f32[6,4], bf16[4,6], bf16[8,6], bf16[8,6], u32[]) {
+  %l = bf16[8,6]{1,0:T(8,128)} parameter(3)
+  %r = bf16[8,4]{1,0:T(8,128)} parameter(4)
+  %product = f32[6,4]{1,0:T(8,128)} convolution(%l, %r), dim_labels=fb_io->bf, metadata={op_name="x"}
+  %b = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  %c = bf16[8,6]{1,0:T(8,128)} parameter(1)
+  %t = u32[]{:S(2)} parameter(2)
+  %g2 = bf16[8,6]{1,0:T(8,128)} all-gather(%b), replica_groups={{0,1}}, dimensions={0}, frontend_attributes={chain_id="7"}
+  ROOT %all = (f32[6,4]{1,0:T(8,128)}, bf16[4,6]{1,0:T(8,128)}, bf16[8,6]{1,0:T(8,128)}, bf16[8,6]{1,0:T(8,128)}, u32[]{:S(2)}) tuple(%product, %b, %c, %g2, %t)
+}
+
+%last (d: bf16[4,6], e: bf16[8,6], v: u32[]) -> bf16[8,6] {
+  %d = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  %e = bf16[8,6]{1,0:T(8,128)} parameter(1)
+  %v = u32[]{:S(2)} parameter(2)
+  %g3 = bf16[8,6]{1,0:T(8,128)} all-gather(%d), replica_groups={{0,1}}, dimensions={0}, frontend_attributes={chain_id="7"}
+  ROOT %end = bf16[8,6]{1,0:T(8,128)} custom-call(%d, %e, %g3, %v), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[4,6], y: bf16[8,6], z: bf16[8,4]) -> bf16[8,6] {
+  %x = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  %y = bf16[8,6]{1,0:T(8,128)} parameter(1)
+  %z = bf16[8,4]{1,0:T(8,128)} parameter(2)
+  %async-collective-start.7 = (bf16[4,6]{1,0:T(8,128)}, bf16[8,6]{1,0:T(8,128)}, u32[]{:S(2)}) fusion(%x), kind=kCustom, output_to_operand_aliasing={{0}: (0, {})}, calls=%first
+  %h1 = bf16[4,6]{1,0:T(8,128)} get-tuple-element(%async-collective-start.7), index=0
+  %h2 = bf16[8,6]{1,0:T(8,128)} get-tuple-element(%async-collective-start.7), index=1
+  %h3 = u32[]{:S(2)} get-tuple-element(%async-collective-start.7), index=2
+  %f = (f32[6,4]{1,0:T(8,128)}, bf16[4,6]{1,0:T(8,128)}, bf16[8,6]{1,0:T(8,128)}, bf16[8,6]{1,0:T(8,128)}, u32[]{:S(2)}) fusion(%h1, %h2, %h3, %y, %z), kind=kOutput, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {}), {3}: (1, {}), {4}: (2, {})}, calls=%piece, metadata={op_name="x"}, backend_config={"continuation_config":{"output_tuple_original_start":"0","output_tuple_original_end":"0","operand_original_start":"3","operand_original_end":"4"}}
+  %i1 = bf16[4,6]{1,0:T(8,128)} get-tuple-element(%f), index=1
+  %i2 = bf16[8,6]{1,0:T(8,128)} get-tuple-element(%f), index=3
+  %i3 = u32[]{:S(2)} get-tuple-element(%f), index=4
+  ROOT %async-collective-done.7 = bf16[8,6]{1,0:T(8,128)} fusion(%i1, %i2, %i3), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%last
+}
+"""  # noqa: E501
+
+
+def test_traffic_of_a_collective_in_pieces_is_that_of_the_whole():
+  program = hlo.Program(IN_PIECES)
+  gather = 2 * 4 * 6 + 2 * 8 * 6
+  product = 2 * 8 * 6 + 2 * 8 * 4 + 4 * 6 * 4
+  assert program.hbm_bytes() == gather + product
+  assert (product, 1, "f32[6,4]", "x") in program.busiest(2)
+  assert [str(array) for array, _ in program.largest(9)] == [
+    "bf16[8,6]",
+    "f32[6,4]",
+  ]
+  (sent,) = collectives.of_program(program)
+  assert (sent.kind, sent.count, sent.overlapped) == ("all-gather", 1, True)
+
+
 def test_collectives():
   ops = sorted(
     collectives.of_program(hlo.Program(TEXT)), key=lambda op: op.kind
