@@ -95,11 +95,11 @@ class Instruction:
     what the collective reads and writes. Keys are numbers of results, values of
     the operand, or None if this piece reads it.
     """
-    own = _PIECE.search(self.attributes)
+    piece = _PIECE.search(self.attributes)
     first = self.name.startswith(_FIRST)
-    if own is None and not first:
+    if piece is None and not first:
       return {}
-    low, high = map(int, own.groups()) if own else (0, -1)
+    low, high = map(int, piece.groups()) if piece else (0, -1)
     return {
       int(result or 0): None if first else int(operand)
       for result, operand in _ALIASES.findall(self.attributes)
