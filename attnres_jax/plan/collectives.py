@@ -160,8 +160,8 @@ def _computes(instruction: hlo.Instruction) -> bool:
   if instruction.op == "custom-call":
     return instruction.is_kernel or gpu_products.is_library(instruction)
   working = ("fusion", "convolution", "while", "conditional")
-  return instruction.op in working and not instruction.name.startswith(
-    "%async-collective"
+  return instruction.op in working and not (
+    instruction.starts_collective or instruction.ends_collective
   )
 
 

@@ -108,7 +108,7 @@ class Program:
       if instruction.op in _FREE or instruction.op.endswith("-done"):
         continue
       if instruction.ends_collective:
-        continue
+        continue  # It was counted with its first piece.
       if _ALLOCATES in instruction.attributes:
         continue  # Nothing is written: what is in there is not defined.
       yield instruction, self._nbytes(instruction, body)

@@ -17,14 +17,13 @@ _BYTES = {
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 # What calls a Pallas kernel, on a TPU and on a GPU.
 _KERNELS = '="tpu_custom_call"', '="mosaic_gpu'
-# Of a collective that the compiler cuts into pieces: the first, the last, and
-# one beside other work, with the numbers of that work's results.
-_FIRST, _LAST = "%async-collective-start", "%async-collective-done"
+# A piece of a collective beside other work, with the numbers of that work's
+# results.
 _PIECE = re.compile(
   r'"continuation_config":\{"output_tuple_original_start":"(\d+)",'
   r'"output_tuple_original_end":"(\d+)"'
 )
-_ALIASES = re.compile(r"\{(\d*)\}: \((\d+), \{\}\)")
+_ALIASES = re.compile(r"\{(\d+)\}: \((\d+), \{\}\)")
 # Parts of an operation's name that say where in the program it is.
 _CONTROL_NAME = re.compile(
   r"shard_map|while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint"
@@ -83,27 +82,32 @@ class Instruction:
     return any(target in self.attributes for target in _KERNELS)
 
   @property
+  def starts_collective(self) -> bool:
+    """Whether it is the first piece of a collective that is cut into pieces."""
+    return self.name.startswith("%async-collective-start")
+
+  @property
   def ends_collective(self) -> bool:
-    """Whether it is the last piece of a collective, which was all counted."""
-    return self.name.startswith(_LAST)
+    """Whether it is the last of these pieces."""
+    return self.name.startswith("%async-collective-done")
 
   @functools.cached_property
   def carried(self) -> Mapping[int, int | None]:
     """Results that are operands, handed on by a piece of a collective.
 
-    All pieces are given the arrays of the whole, and the first is counted with
-    what the collective reads and writes. Keys are numbers of results, values of
-    the operand, or None if this piece reads it.
+    Every piece is given the arrays of the whole, so the bytes of a collective
+    are those of its first piece. Keys are numbers of results, values of the
+    operand, or None if this piece reads it.
     """
     piece = _PIECE.search(self.attributes)
-    first = self.name.startswith(_FIRST)
+    first = self.starts_collective
     if piece is None and not first:
       return {}
     low, high = map(int, piece.groups()) if piece else (0, -1)
     return {
-      int(result or 0): None if first else int(operand)
+      int(result): None if first else int(operand)
       for result, operand in _ALIASES.findall(self.attributes)
-      if not low <= int(result or 0) <= high
+      if not low <= int(result) <= high
     }
 
   @property
